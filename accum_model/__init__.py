@@ -1,0 +1,28 @@
+"""Gradient accumulation for Keras 3 on TensorFlow.
+
+The update is that of the large batch, whatever the sizes of the micro-batches.
+"""
+
+import keras as _keras
+
+if _keras.backend.backend() != "tensorflow":
+    raise ImportError(
+        "accum_model needs Keras on the TensorFlow backend. Received: "
+        f"keras.backend.backend()={_keras.backend.backend()!r}. Set the "
+        "environment variable KERAS_BACKEND=tensorflow before Python starts, "
+        'or "backend": "tensorflow" in ~/.keras/keras.json.'
+    )
+
+from accum_model._version import __version__
+from accum_model.batch_size import accum_steps_for
+from accum_model.batch_size import effective_batch_size
+from accum_model.batch_size import updates_per_epoch
+from accum_model.optimizer import AccumOptimizer
+
+__all__ = [
+    "AccumOptimizer",
+    "__version__",
+    "accum_steps_for",
+    "effective_batch_size",
+    "updates_per_epoch",
+]

@@ -1,0 +1,173 @@
+"""Every private name of Keras that the package touches, in one place.
+
+Checked on Keras 3.8.0 with TensorFlow 2.18.1, and on Keras 3.15.1 with
+TensorFlow 2.21.0. A new release of Keras that breaks the package breaks it
+here, and `tests/test_keras_compat.py` says which function.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+
+@functools.cache
+def functional_class() -> type[keras.Model]:
+    """The class that Keras gives to `keras.Model(inputs, outputs)`.
+
+    The names are given so that Keras's own numbering of layers, which users
+    see, does not move.
+    """
+    inputs = keras.Input((1,), name="accum_model_probe")
+    return type(keras.Model(inputs, inputs, name="accum_model_probe_model"))
+
+
+def view_of(model: keras.Model, cls: type[keras.Model]) -> keras.Model:
+    """A second model object of class `cls` around the same layers.
+
+    The view has its own identity, and shares layers, variables and graph with
+    `model`: paths, `summary()` and weight files are the same. It is not
+    compiled and holds no compiled functions.
+    """
+    view = cls.__new__(cls)
+    made_by_new = set(vars(view))
+    for name, value in vars(model).items():
+        if name in made_by_new:
+            # `build` and `quantize` are closures over their own object.
+            continue
+        if name.startswith("_self_"):
+            # TensorFlow's own list of what an object depends on: shared, it
+            # would make checkpoints of one object follow the other.
+            value = copy.copy(value)
+        vars(view)[name] = value
+    vars(view).update(
+        train_function=None,
+        test_function=None,
+        predict_function=None,
+        optimizer=None,
+        compiled=False,
+        loss=None,
+        _compile_loss=None,
+        _compile_metrics=None,
+        _loss_tracker=None,
+    )
+    vars(view).pop("_compile_config", None)
+    return view
+
+
+def share_compiled_state(source: keras.Model, target: keras.Model) -> None:
+    """Gives `target` all that `source.compile` has set, by reference.
+
+    For a model class with a `compile` of its own, which cannot be called again
+    because the arguments it was called with are not known.
+    """
+    for name, value in vars(source).items():
+        if name not in ("build", "quantize") and not name.startswith("_self_"):
+            vars(target)[name] = value
+    vars(target).update(
+        train_function=None, test_function=None, predict_function=None
+    )
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """The arguments `model.compile` was called with, as objects."""
+    return dict(model._compile_config.config)
+
+
+def compile_record(model: keras.Model) -> object:
+    """An object that is another one after each call of `model.compile`."""
+    return getattr(model, "_compile_config", None)
+
+
+@contextlib.contextmanager
+def _recorded_optimizer(model, optimizer):
+    config = model._compile_config.config
+    before = config["optimizer"]
+    config["optimizer"] = optimizer
+    try:
+        yield
+    finally:
+        config["optimizer"] = before
+
+
+def record_optimizer(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> contextlib.ExitStack:
+    """Makes saved files of `model` name `optimizer`, until the stack closes.
+
+    A `.keras` file names the optimizer that `compile` was called with. A file
+    written while another one trains the model would lose that one's state.
+    """
+    stack = contextlib.ExitStack()
+    if hasattr(model, "_compile_config"):
+        stack.enter_context(_recorded_optimizer(model, optimizer))
+    return stack
+
+
+def set_optimizer(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer | None
+) -> None:
+    """Sets `model.optimizer` as `compile` does: without tracking it.
+
+    TensorFlow would otherwise list the optimizer among the objects that a
+    checkpoint of the model follows, which it does not for a plain model.
+    """
+    vars(model)["optimizer"] = optimizer
+
+
+def calling_callback_list(
+    callback: keras.callbacks.Callback,
+) -> keras.callbacks.CallbackList | None:
+    """The callback list that is handing its model to `callback` now.
+
+    Keras tells a callback its model but not its list. The list is found among
+    the callers; None when the callback is driven by hand.
+    """
+    frame = inspect.currentframe()
+    try:
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, keras.callbacks.CallbackList):
+                if any(item is callback for item in owner.callbacks):
+                    return owner
+            frame = frame.f_back
+    finally:
+        del frame
+    return None
+
+
+def stack_holds(callback_list: keras.callbacks.CallbackList) -> bool:
+    """True while a `fit` that uses `callback_list` is among the callers."""
+    frame = inspect.currentframe()
+    try:
+        while frame is not None:
+            if frame.f_locals.get("callbacks") is callback_list:
+                return True
+            frame = frame.f_back
+    finally:
+        del frame
+    return False
+
+
+def has_own_compile(model: keras.Model) -> bool:
+    """True when the class of `model` overrides `compile`."""
+    return type(model).compile is not keras.Model.compile
+
+
+@contextlib.contextmanager
+def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Shadows the method `name` of `owner` for the time of the block."""
+    had = name in vars(owner)
+    before = vars(owner).get(name)
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        if had:
+            vars(owner)[name] = before
+        else:
+            del vars(owner)[name]

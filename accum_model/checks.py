@@ -1,0 +1,264 @@
+"""Checks of arguments, and the wording of every error they raise.
+
+Each check takes the argument's name and the value received, and returns the
+value in its normal form. None of them creates or changes any state.
+"""
+
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+REMAINDERS = ("flush", "carry", "drop")
+
+
+def received(name: str, value: Any) -> str:
+    """Names the value received and its type, as every error does."""
+    return f"Received: {name}={value!r} (of type {type(value).__name__})."
+
+
+def positive_int(name: str, value: Any, way_out: str) -> int:
+    """Returns `value` as an int; raises unless it is an int >= 1.
+
+    Booleans are refused although Python counts them as ints; NumPy's integers
+    are taken.
+    """
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_int or value < 1:
+        raise ValueError(
+            f"`{name}` must be an int >= 1. {received(name, value)} {way_out}"
+        )
+    return int(value)
+
+
+def accum_steps(value: Any) -> int:
+    """Checks batches per update."""
+    return positive_int(
+        "accum_steps", value, "Pass 1 to update after every batch."
+    )
+
+
+def accum_steps_or_schedule(value: Any) -> int | dict[int, int] | None:
+    """Checks what `AccumCallback` takes: None, an int or `{epoch: int}`."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        return accum_steps(value)
+    for epoch in value:
+        is_int = isinstance(epoch, numbers.Integral)
+        if not is_int or isinstance(epoch, bool) or epoch < 0:
+            raise ValueError(
+                "The keys of an `accum_steps` schedule must be epochs, ints "
+                f">= 0. {received('epoch', epoch)} "
+                "Write it as {0: 2, 10: 8}: 2 from the start, 8 from epoch 10."
+            )
+    if 0 not in value:
+        raise ValueError(
+            "An `accum_steps` schedule must say what holds from epoch 0. "
+            f"{received('accum_steps', value)} "
+            "Add the key 0, as in {0: 2, 10: 8}."
+        )
+    return {int(epoch): accum_steps(k) for epoch, k in sorted(value.items())}
+
+
+def remainder(value: Any) -> str:
+    """Checks what happens to a partial cycle at the end of an epoch."""
+    if not isinstance(value, str) or value not in REMAINDERS:
+        raise ValueError(
+            f"`remainder` must be one of {REMAINDERS}. "
+            f"{received('remainder', value)} "
+            'Pass "flush" to apply what was collected when the epoch ends.'
+        )
+    return value
+
+
+def verbose(value: Any) -> int:
+    """Checks `verbose` of the callback."""
+    if isinstance(value, bool) or value not in (0, 1):
+        raise ValueError(
+            f"`verbose` must be 0 or 1. {received('verbose', value)} "
+            "Pass 0 for silence, 1 for one line per fit."
+        )
+    return int(value)
+
+
+def optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
+    """Returns `value` as a Keras optimizer, made from a name or a config.
+
+    Raises:
+        TypeError: If `value` is no optimizer, name or config.
+        ValueError: If the name or the config is not known, or if the
+            optimizer accumulates gradients by itself.
+    """
+    if isinstance(value, (str, Mapping)):
+        try:
+            value = keras.optimizers.get(value)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"`{name}` must name a Keras optimizer or hold the config of "
+                f"one. {received(name, value)} Pass an instance, such as "
+                "keras.optimizers.Adam(1e-3)."
+            ) from error
+    if not isinstance(value, keras.optimizers.Optimizer):
+        way_out = "Pass a name, a config or an instance of a Keras optimizer."
+        if comes_from_tf_keras(value):
+            way_out = (
+                "It is an optimizer of tf_keras (Keras 2). Take the one of the "
+                "same name in keras.optimizers (Keras 3)."
+            )
+        raise TypeError(
+            f"`{name}` must be a Keras optimizer. {received(name, value)} "
+            f"{way_out}"
+        )
+    return value
+
+
+def accumulates_once(name: str, value: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that accumulates by Keras's own option too."""
+    while value is not None:
+        steps = value.gradient_accumulation_steps
+        if steps:
+            raise ValueError(
+                f"`{name}` must not accumulate gradients itself. Received: "
+                f"gradient_accumulation_steps={steps!r} in an optimizer of "
+                f"type {type(value).__name__}. Leave "
+                "`gradient_accumulation_steps` out and pass "
+                f"accum_steps={steps!r} instead."
+            )
+        value = getattr(value, "inner_optimizer", None)
+
+
+def not_nested(
+    name: str, value: keras.optimizers.Optimizer, cls: type
+) -> None:
+    """Refuses an accumulating optimizer inside another one."""
+    while value is not None:
+        if isinstance(value, cls):
+            raise ValueError(
+                f"`{name}` must not be, or hold, an {cls.__name__}, because "
+                "cycles do not nest. Received: "
+                f"{name} with accum_steps={value.accum_steps!r} inside. Pass "
+                "its inner_optimizer and the product of both accum_steps."
+            )
+        value = getattr(value, "inner_optimizer", None)
+
+
+def same_number(grads: list, variables: list) -> None:
+    """Raises unless there is one gradient per variable."""
+    if len(grads) != len(variables):
+        raise ValueError(
+            "`grads` must hold one item per variable. Received: "
+            f"len(grads)={len(grads)} and {len(variables)} variables. Pass "
+            "None for a variable without a gradient."
+        )
+
+
+def weight(value: Any, dtype: str) -> tf.Tensor:
+    """Returns a micro-batch's weight as a scalar tensor of `dtype`."""
+    tensor = tf.cast(value, dtype)
+    if tensor.shape.rank != 0:
+        raise ValueError(
+            "`weight` must be a scalar >= 0. Received: weight of shape "
+            f"{tuple(tensor.shape)}. Pass the number of rows, or the sum of "
+            "the sample weights, of the micro-batch."
+        )
+    static = tf.get_static_value(tensor)
+    if static is not None and not static >= 0:
+        raise ValueError(
+            f"`weight` must be a scalar >= 0. {received('weight', value)} "
+            "Pass the number of rows of the micro-batch."
+        )
+    return tensor
+
+
+def saved_accum_steps(values: Mapping[str, np.ndarray]) -> int:
+    """Checks the `accum_steps` that a file holds."""
+    value = values.get("accum_steps")
+    if value is None or value.shape != () or not value >= 1:
+        raise ValueError(
+            "The saved `accum_steps` must be an int >= 1. "
+            f"{received('accum_steps', value)} The file is damaged, or not of "
+            "an AccumOptimizer."
+        )
+    return accum_steps(value.item())
+
+
+def saved_indices(indices: list[int], num_variables: int) -> None:
+    """Checks which variables a saved cycle says it is for."""
+    if any(not 0 <= index < num_variables for index in indices):
+        raise ValueError(
+            "A saved cycle must be for variables that the optimizer has. "
+            f"Received: indices up to {max(indices)} for {num_variables} "
+            "variables. The file is of another model."
+        )
+
+
+def saved_value(
+    values: Mapping[str, np.ndarray], name: str, variable: keras.Variable
+) -> np.ndarray:
+    """Returns the saved value of `variable`; checks that it fits."""
+    shape = values[name].shape if name in values else None
+    if shape != tuple(variable.shape):
+        raise ValueError(
+            f"The saved value of `{variable.path}` must have the shape "
+            f"{tuple(variable.shape)}. Received: shape={shape!r}. The file is "
+            "of another model."
+        )
+    return values[name]
+
+
+def one_replica(accum_steps: int) -> None:
+    """Refuses buffers under a strategy of several replicas."""
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "`accum_steps` > 1 needs one replica in this version. Received: "
+            f"accum_steps={accum_steps!r} under {type(strategy).__name__} "
+            f"with {strategy.num_replicas_in_sync} replicas. Train with "
+            "accum_steps=1, or on one device."
+        )
+
+
+def keras_model(name: str, value: Any) -> keras.Model:
+    """Returns `value`; raises unless it is a model of Keras 3."""
+    if isinstance(value, keras.Model):
+        return value
+    way_out = "Pass an instance of keras.Model."
+    if comes_from_tf_keras(value):
+        way_out = (
+            "It is a model of tf_keras (Keras 2). Build it with keras (Keras "
+            "3) instead; unset TF_USE_LEGACY_KERAS if tf.keras is used."
+        )
+    raise TypeError(
+        f"`{name}` must be a Keras 3 model. {received(name, value)} {way_out}"
+    )
+
+
+def compiled(model: keras.Model) -> None:
+    """Raises unless `model` was compiled with an optimizer."""
+    if not model.compiled or model.optimizer is None:
+        raise ValueError(
+            "`AccumCallback` needs a model that is compiled with an optimizer. "
+            f"Received: model={model.name!r} (of type {type(model).__name__}), "
+            "not compiled. Call model.compile(optimizer, loss) first."
+        )
+
+
+def same_accum_steps(first: str, one: int, second: str, other: int) -> None:
+    """Raises if `accum_steps` was given twice with different values."""
+    if one != other:
+        raise ValueError(
+            "`accum_steps` must be the same wherever it is given. Received: "
+            f"accum_steps={one!r} ({first}) and accum_steps={other!r} "
+            f"({second}). Leave it out in one of the two places."
+        )
+
+
+def comes_from_tf_keras(value: Any) -> bool:
+    """True when the class of `value`, or a base of it, is from tf_keras."""
+    return any(
+        cls.__module__.split(".")[0] == "tf_keras" for cls in type(value).__mro__
+    )

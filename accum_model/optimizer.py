@@ -1,0 +1,461 @@
+"""The optimizer wrapper: one update of the inner optimizer per cycle.
+
+`apply` adds the gradients of a micro-batch to buffers; the micro-batch that
+ends the cycle applies the weighted mean
+
+.. math:: \\bar g = \\sum_i w_i g_i \\, / \\, \\sum_i w_i
+
+with the inner optimizer. Between updates nothing but the buffers changes.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import MutableMapping
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accum_model import buffers
+from accum_model import checks
+from accum_model import ledger
+from accum_model.accumulator import Gradient
+
+
+@keras.saving.register_keras_serializable(package="accum_model")
+class AccumOptimizer(keras.optimizers.Optimizer):
+    """Makes any Keras optimizer update once per `accum_steps` calls.
+
+    Use it in a `train_step` of your own, one for each optimizer of a GAN, or
+    in a hand-written loop. `AccumModel` and `AccumCallback` use it for `fit`,
+    where they also pass the rows of each micro-batch as its weight; on its own
+    in `keras.Model.compile` it counts every micro-batch alike.
+
+    Clipping, weight decay, moving averages, constraints and learning-rate
+    schedules are those of the inner optimizer and happen once per update.
+    With `accum_steps=1` every call goes straight to the inner optimizer and no
+    buffer exists.
+
+    Args:
+        inner_optimizer: Optimizer that makes the updates: a Keras optimizer, or
+            the name or config of one. A `keras.optimizers.LossScaleOptimizer`
+            belongs inside.
+        accum_steps: int >= 1. Micro-batches per update. Defaults to 1.
+        name: Name of the optimizer, or None for a generated one.
+
+    Attributes:
+        inner_optimizer: The optimizer that makes the updates.
+
+    Raises:
+        TypeError: If `inner_optimizer` is not an optimizer.
+        ValueError: If `accum_steps` is not an int >= 1, or the inner optimizer
+            accumulates gradients itself.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> variable = keras.Variable(np.array([10.0]))
+        >>> optimizer = AccumOptimizer(keras.optimizers.SGD(1.0), accum_steps=2)
+        >>> optimizer.apply([np.array([1.0])], [variable])
+        >>> print(variable.numpy(), optimizer.cycle_position)
+        [10.] 1
+        >>> optimizer.apply([np.array([3.0])], [variable])
+        >>> print(variable.numpy(), optimizer.cycle_position)
+        [8.] 0
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
+        accum_steps: int = 1,
+        name: str | None = None,
+    ) -> None:
+        accum_steps = checks.accum_steps(accum_steps)
+        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
+        checks.not_nested("inner_optimizer", inner_optimizer, AccumOptimizer)
+        checks.accumulates_once("inner_optimizer", inner_optimizer)
+        # A callable makes no variable; the rate is the inner optimizer's.
+        super().__init__(
+            learning_rate=lambda: self.inner_optimizer.learning_rate, name=name
+        )
+        self.inner_optimizer = inner_optimizer
+        self._accum_steps = accum_steps
+        self._has_schedule = False
+        self._buffers: buffers.Buffers | None = None
+        self._ledger: ledger.RowLedger | None = None
+        self._ambient_rows: tf.Tensor | None = None
+        self._was_traced_without_buffers = False
+
+    # Counters and settings.
+
+    @property
+    def iterations(self) -> keras.Variable:
+        """Updates made, the inner optimizer's counter."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Calls of `apply` so far; in `fit` one per batch of data."""
+        if self._buffers is None:
+            return buffers.concrete(self.inner_optimizer.iterations)
+        return buffers.concrete(super().iterations)
+
+    @property
+    def cycle_position(self) -> int:
+        """Micro-batches collected since the last update.
+
+        With several lists of variables, the sum over their cycles.
+        """
+        if self._buffers is None:
+            return 0
+        cycles = self._buffers.all_cycles()
+        return sum(buffers.concrete(cycle.position) for cycle in cycles)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True when there are buffers, or will be once it is built."""
+        return (
+            self._buffers is not None
+            or self._has_schedule
+            or self._accum_steps > 1
+        )
+
+    @property
+    def accum_steps(self) -> int:
+        """Micro-batches per update.
+
+        A new value holds from the next cycle on. Setting more than 1 where it
+        was 1 makes the buffers.
+
+        Raises:
+            ValueError: If set to anything but an int >= 1.
+            RuntimeError: If `apply` was compiled into a graph without buffers;
+                `AccumModel` sees to the new graph itself.
+        """
+        if self._buffers is None:
+            return self._accum_steps
+        return buffers.concrete(self._buffers.accum_steps)
+
+    @accum_steps.setter
+    def accum_steps(self, accum_steps: int) -> None:
+        accum_steps = checks.accum_steps(accum_steps)
+        if accum_steps > 1 and not self.is_accumulating:
+            if self._was_traced_without_buffers:
+                raise RuntimeError(
+                    "`accum_steps` cannot go from 1 to more here because the "
+                    "training step was compiled without buffers. "
+                    f"{checks.received('accum_steps', accum_steps)} "
+                    "Call model.compile again, or use AccumModel or "
+                    "AccumCallback, which renew the training step themselves."
+                )
+            self._accum_steps = accum_steps
+            self.start_accumulating()
+        if self._buffers is None:
+            self._accum_steps = accum_steps
+        else:
+            self._buffers.set_accum_steps(accum_steps)
+
+    def start_accumulating(self) -> None:
+        """Makes buffers whatever `accum_steps` is.
+
+        For a schedule that starts at 1 and for going from 1 to more. A
+        training step that was compiled before has to be made again.
+        """
+        self._was_traced_without_buffers = False
+        self._has_schedule = True
+        if self.built and self._buffers is None:
+            self._add_buffers()
+
+    def count_rows(self) -> ledger.RowLedger:
+        """Starts counting rows for the logs, in steps compiled from now on."""
+        if self._ledger is None:
+            self._ledger = ledger.RowLedger()
+        return self._ledger
+
+    @property
+    def counts_rows(self) -> bool:
+        """True when `count_rows` was called."""
+        return self._ledger is not None
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Own variables, then the inner optimizer's."""
+        if not self.is_accumulating:
+            return self.inner_optimizer.variables
+        return super().variables + self.inner_optimizer.variables
+
+    # Applying.
+
+    def apply(
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+        weight: tf.Tensor | float | None = None,
+    ) -> None:
+        """Takes the gradients of one micro-batch; updates if it ends the cycle.
+
+        Args:
+            grads: Gradients of the micro-batch's mean loss. Item j has the
+                shape of variable j: a dense tensor, a `tf.IndexedSlices`, or
+                None, which adds nothing and loses nothing.
+            trainable_variables: The variables, or None for those the optimizer
+                was built with. Each list of variables has a cycle of its own.
+            weight: The mean loss's denominator, scalar >= 0, such as the rows
+                of the micro-batch. None means equal shares, except inside
+                `fit` of an `AccumModel` or with an `AccumCallback`, where it
+                means the rows of the batch.
+
+        Raises:
+            ValueError: If there is no gradient at all, or not one item of
+                `grads` per variable.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+            if not self.built:
+                self.build(trainable_variables)
+        elif not self.built:
+            raise ValueError(
+                "`trainable_variables` must be given on the first call because "
+                "the optimizer is not built. Received: "
+                "trainable_variables=None. Pass the list, or call "
+                "optimizer.build(variables) first."
+            )
+        else:
+            trainable_variables = self._trainable_variables
+        if not self.is_accumulating:
+            self._apply_at_once(grads, trainable_variables)
+            return
+
+        checks.same_number(grads, trainable_variables)
+        _warn_of_missing(grads, trainable_variables)
+        cycle = self._buffers.cycle_of(trainable_variables)
+        if weight is None:
+            weight = 1 if self._ambient_rows is None else self._ambient_rows
+        weight = checks.weight(weight, cycle.weight_dtype)
+        can_update = cycle.weight_sum.value + weight > 0
+        tf.cond(
+            tf.logical_and(cycle.ends_cycle(), can_update),
+            lambda: self._update(cycle, grads, weight, self._ambient_rows),
+            lambda: self._collect(cycle, grads, weight),
+        )
+        super().iterations.assign_add(1)
+
+    def apply_gradients(
+        self,
+        grads_and_vars: Iterable[tuple[Gradient, keras.Variable]],
+        weight: tf.Tensor | float | None = None,
+    ) -> keras.Variable:
+        """As `apply`, from pairs; returns `iterations`."""
+        grads, trainable_variables = zip(*grads_and_vars, strict=True)
+        self.apply(grads, trainable_variables, weight)
+        return self.iterations
+
+    @contextlib.contextmanager
+    def micro_batch(self, num_rows: tf.Tensor) -> Iterator[None]:
+        """Weights calls of `apply` inside the block by `num_rows`.
+
+        For training steps whose code calls `apply` without a weight.
+        """
+        before, self._ambient_rows = self._ambient_rows, num_rows
+        try:
+            yield
+        finally:
+            self._ambient_rows = before
+
+    def flush(self) -> None:
+        """Applies what a partial cycle has collected, divided by its weight.
+
+        Without a partial cycle nothing happens.
+        """
+        if self._buffers is None:
+            return
+        for cycle in self._buffers.all_cycles():
+            if tf.executing_eagerly() and int(cycle.position.value) == 0:
+                continue
+            nothing = [None] * len(cycle.variables)
+            tf.cond(
+                cycle.weight_sum.value > 0,
+                lambda cycle=cycle, nothing=nothing: self._update(
+                    cycle, nothing, tf.zeros((), cycle.weight_dtype), 0
+                ),
+                lambda cycle=cycle: cycle.reset(self._buffers.accum_steps.value),
+            )
+
+    def reset(self) -> None:
+        """Discards what a partial cycle has collected."""
+        if self._buffers is not None:
+            self._buffers.reset()
+        if self._ledger is not None:
+            self._ledger.discard()
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Scales the loss as the inner optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(
+        self, var_list: Sequence[keras.Variable]
+    ) -> None:
+        """Sets final values as the inner optimizer does."""
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Excludes variables from the inner optimizer's weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    def _apply_at_once(self, grads, variables):
+        if not tf.executing_eagerly():
+            self._was_traced_without_buffers = True
+        self.inner_optimizer.apply(grads, variables)
+        if self._ledger is not None and self._ambient_rows is not None:
+            self._ledger.settle(self._ambient_rows)
+
+    def _collect(self, cycle, grads, weight):
+        cycle.accumulate(grads, weight)
+        if self._ledger is not None and self._ambient_rows is not None:
+            self._ledger.add(self._ambient_rows)
+
+    def _update(self, cycle, grads, weight, num_rows):
+        """Applies the mean of the cycle and starts the next one.
+
+        A variable that no micro-batch of the cycle had a gradient for is left
+        out, so that its slots stand still as they would for a large batch.
+        """
+        variables = range(len(cycle.variables))
+        present = [j for j in variables if grads[j] is not None]
+        absent = [j for j in variables if grads[j] is None]
+
+        def apply_to(indices):
+            if indices:
+                self.inner_optimizer.apply(
+                    cycle.average(indices, grads, weight),
+                    [cycle.variables[j] for j in indices],
+                )
+
+        if not absent:
+            apply_to(present)
+        elif tf.executing_eagerly():
+            collected = cycle.has_gradient(absent).numpy()
+            late = [j for j, has in zip(absent, collected, strict=True) if has]
+            apply_to(sorted(present + late))
+        else:
+            # A graph cannot choose among all subsets. Those absent now were
+            # all collected earlier in the cycle, or (the usual case: they
+            # never have a gradient) none was.
+            tf.cond(
+                tf.reduce_any(cycle.has_gradient(absent)),
+                lambda: apply_to(list(variables)),
+                lambda: apply_to(present),
+            )
+        cycle.reset(self._buffers.accum_steps.value)
+        if self._ledger is not None and num_rows is not None:
+            self._ledger.settle(num_rows)
+
+    # Building.
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes the inner optimizer's variables, and the buffers."""
+        variables = list(variables)
+        with tf.init_scope():
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(variables)
+            super().build(variables)
+            if self.is_accumulating:
+                self._add_buffers()
+
+    def _add_buffers(self):
+        checks.one_replica(self._accum_steps)
+        with tf.init_scope():
+            # While calls were passed through, the own counter stood still.
+            super().iterations.assign(self.inner_optimizer.iterations)
+            self._buffers = buffers.Buffers(
+                self._trainable_variables, self.add_variable, self._accum_steps
+            )
+
+    # Saving.
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the name, the inner optimizer and `accum_steps`."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "accum_steps": self.accum_steps,
+        }
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Writes the state of the cycle; the inner optimizer's is apart."""
+        if self._buffers is not None:
+            store["num_micro_batches"] = super().iterations.numpy()
+            self._buffers.save(store)
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Takes over the state of a saved cycle.
+
+        A file of the plain model, whose optimizer is the inner one, is taken
+        too and starts a new cycle.
+
+        Raises:
+            ValueError: If the state does not fit; nothing is changed then.
+        """
+        if "num_micro_batches" in store.keys():
+            if self._buffers is None:
+                self.start_accumulating()
+            self._buffers.load(store)
+            super().iterations.assign(store["num_micro_batches"])
+        elif store.keys():
+            self.inner_optimizer.load_own_variables(store)
+            if self._buffers is not None:
+                super().iterations.assign(self.inner_optimizer.iterations)
+                self._buffers.reset()
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> "AccumOptimizer":
+        """Makes an optimizer from what `get_config` returned."""
+        config = dict(config)
+        config["inner_optimizer"] = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(**config)
+
+
+def _warn_of_missing(
+    grads: Sequence[Gradient], variables: Sequence[keras.Variable]
+) -> None:
+    """Says about missing gradients what Keras says."""
+    missing = [
+        getattr(variable, "path", variable.name)
+        for gradient, variable in zip(grads, variables, strict=True)
+        if gradient is None
+    ]
+    if len(missing) == len(variables):
+        raise ValueError(
+            "No gradients provided for any variable. Received: a gradient of "
+            f"None for each of {missing}. Check that the loss depends on them."
+        )
+    if missing:
+        warnings.warn(
+            f"Gradients do not exist for variables {missing} when minimizing "
+            "the loss. If using `model.compile()`, did you forget to provide a "
+            "`loss` argument?",
+            stacklevel=3,
+        )

@@ -1,0 +1,50 @@
+"""One training step, shared by `AccumModel` and `AccumCallback`.
+
+The step itself is the model's own, Keras's or written by its author. What is
+added is the weight of the micro-batch, which the optimizer picks up.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from accum_model import _keras_compat
+from accum_model import loss_weight
+from accum_model import optimizer as optimizer_module
+
+Step = Callable[[Any], Any]
+
+
+def run(model: keras.Model, step: Step, data: Any) -> Any:
+    """Runs `step` on one micro-batch, weighted by its rows.
+
+    Args:
+        model: The model that `step` trains.
+        step: Its training step, `step(data)`.
+        data: The micro-batch, as Keras hands it to `train_step`.
+
+    Returns:
+        What `step` returns.
+    """
+    optimizer = model.optimizer
+    if not isinstance(optimizer, optimizer_module.AccumOptimizer):
+        return step(data)
+    if not (optimizer.is_accumulating or optimizer.counts_rows):
+        return step(data)
+    with optimizer.micro_batch(loss_weight.num_rows(data)):
+        return step(data)
+
+
+def compile_into(
+    model: keras.Model, make_train_function: Callable[..., Any], force: bool
+) -> Any:
+    """Calls `make_train_function` so that it compiles `run`.
+
+    Keras compiles the method it finds under `train_step`, which therefore is
+    shadowed for the time of the call, and only for that.
+    """
+    step = functools.partial(run, model, model.train_step)
+    with _keras_compat.instance_attribute(model, "train_step", step):
+        return make_train_function(force=force)
