@@ -17,9 +17,13 @@ from accum_model._version import __version__
 from accum_model.batch_size import accum_steps_for
 from accum_model.batch_size import effective_batch_size
 from accum_model.batch_size import updates_per_epoch
+from accum_model.callback import AccumCallback
+from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
 
 __all__ = [
+    "AccumCallback",
+    "AccumModel",
     "AccumOptimizer",
     "__version__",
     "accum_steps_for",

@@ -14,6 +14,9 @@ from typing import Any
 
 import keras
 
+# Attributes that `Layer.__new__` sets to closures over the object itself.
+_CLOSURES = ("build", "quantize")
+
 
 @functools.cache
 def functional_class() -> type[keras.Model]:
@@ -34,10 +37,8 @@ def view_of(model: keras.Model, cls: type[keras.Model]) -> keras.Model:
     compiled and holds no compiled functions.
     """
     view = cls.__new__(cls)
-    made_by_new = set(vars(view))
     for name, value in vars(model).items():
-        if name in made_by_new:
-            # `build` and `quantize` are closures over their own object.
+        if name in _CLOSURES:
             continue
         if name.startswith("_self_"):
             # TensorFlow's own list of what an object depends on: shared, it
@@ -66,7 +67,7 @@ def share_compiled_state(source: keras.Model, target: keras.Model) -> None:
     because the arguments it was called with are not known.
     """
     for name, value in vars(source).items():
-        if name not in ("build", "quantize") and not name.startswith("_self_"):
+        if name not in _CLOSURES and not name.startswith("_self_"):
             vars(target)[name] = value
     vars(target).update(
         train_function=None, test_function=None, predict_function=None
@@ -138,19 +139,6 @@ def calling_callback_list(
     finally:
         del frame
     return None
-
-
-def stack_holds(callback_list: keras.callbacks.CallbackList) -> bool:
-    """True while a `fit` that uses `callback_list` is among the callers."""
-    frame = inspect.currentframe()
-    try:
-        while frame is not None:
-            if frame.f_locals.get("callbacks") is callback_list:
-                return True
-            frame = frame.f_back
-    finally:
-        del frame
-    return False
 
 
 def has_own_compile(model: keras.Model) -> bool:

@@ -12,6 +12,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+# Default of an `accum_steps` that may also be given elsewhere.
+NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda self: "1"})()
+
 REMAINDERS = ("flush", "carry", "drop")
 
 
@@ -235,6 +238,16 @@ def keras_model(name: str, value: Any) -> keras.Model:
     raise TypeError(
         f"`{name}` must be a Keras 3 model. {received(name, value)} {way_out}"
     )
+
+
+def not_wrapped(value: keras.Model, cls: type) -> None:
+    """Refuses to wrap a model that accumulates already."""
+    if isinstance(value, cls):
+        raise ValueError(
+            f"`model` must not be an {cls.__name__} already. Received: "
+            f"model={value.name!r} with accum_steps={value.accum_steps!r}. "
+            "Set model.accum_steps instead."
+        )
 
 
 def compiled(model: keras.Model) -> None:

@@ -88,6 +88,8 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         self._ledger: ledger.RowLedger | None = None
         self._ambient_rows: tf.Tensor | None = None
         self._was_traced_without_buffers = False
+        # True when what was collected does not belong to the next `fit`.
+        self.partial_cycle_is_stale = False
 
     # Counters and settings.
 
@@ -237,6 +239,9 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             )
         else:
             trainable_variables = self._trainable_variables
+        if not self.inner_optimizer.built:
+            with tf.init_scope():
+                self.inner_optimizer.build(self._trainable_variables)
         if not self.is_accumulating:
             self._apply_at_once(grads, trainable_variables)
             return
@@ -298,6 +303,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
 
     def reset(self) -> None:
         """Discards what a partial cycle has collected."""
+        self.partial_cycle_is_stale = False
         if self._buffers is not None:
             self._buffers.reset()
         if self._ledger is not None:
@@ -413,6 +419,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         Raises:
             ValueError: If the state does not fit; nothing is changed then.
         """
+        self.partial_cycle_is_stale = False
         if "num_micro_batches" in store.keys():
             if self._buffers is None:
                 self.start_accumulating()

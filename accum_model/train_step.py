@@ -12,7 +12,7 @@ import keras
 
 from accum_model import _keras_compat
 from accum_model import loss_weight
-from accum_model import optimizer as optimizer_module
+from accum_model.optimizer import AccumOptimizer
 
 Step = Callable[[Any], Any]
 
@@ -29,7 +29,7 @@ def run(model: keras.Model, step: Step, data: Any) -> Any:
         What `step` returns.
     """
     optimizer = model.optimizer
-    if not isinstance(optimizer, optimizer_module.AccumOptimizer):
+    if not isinstance(optimizer, AccumOptimizer):
         return step(data)
     if not (optimizer.is_accumulating or optimizer.counts_rows):
         return step(data)

@@ -1,0 +1,222 @@
+"""AccumCallback: accumulation by one more item in the list given to `fit`.
+
+For the time of `fit` it puts accumulation on the model, ends cycles where
+epochs end, and adds what was done to the logs.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accum_model import _keras_compat
+from accum_model import attachment
+from accum_model import batch_size
+from accum_model import checks
+from accum_model import epoch_boundary
+from accum_model import guard
+from accum_model import nesting
+from accum_model import schedule
+from accum_model.model import AccumModel
+
+
+class AccumCallback(epoch_boundary.EpochBoundary):
+    """Makes `fit` update once per `accum_steps` batches, and logs it.
+
+    Works on any compiled Keras model: functional, Sequential, subclassed, with
+    a `train_step` of its own that calls `self.optimizer`. On an `AccumModel`,
+    which accumulates anyway, it adds the logs. Its place in the list does not
+    matter. After `fit`, however it ended, the model is as it was, with its own
+    optimizer object and training step.
+
+    When the first batch is seen it prints one line about the effective batch
+    size. It adds to the epoch logs, and so to `History`, `CSVLogger` and
+    `TensorBoard`:
+
+    - `effective_batch_size`: mean rows per update of this epoch (NaN without
+      an update),
+    - `updates`: updates made in this epoch.
+
+    Args:
+        accum_steps: int >= 1, batches per update; or a schedule
+            `{epoch: accum_steps}` with a key 0; or None for the model's own
+            value. Defaults to None.
+        remainder: What becomes of a cycle that an epoch leaves unfinished:
+            `"flush"` applies it, divided by what was collected; `"carry"` goes
+            on with it in the next epoch, and in the next `fit` with this same
+            object; `"drop"` discards it. Defaults to None: the model's own, or
+            `"flush"` where it has none.
+        verbose: 0 or 1. With 1 the line is printed. Defaults to 1.
+
+    Raises:
+        ValueError: If an argument is not one of those above. In `fit`: if the
+            model is not compiled, or was given another `accum_steps`.
+        TypeError: In `fit`, if the model is not a Keras 3 model.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x, y = np.ones((32, 4)), np.ones((32, 1))
+        >>> history = model.fit(x, y, batch_size=8, verbose=0,
+        ...                     callbacks=[AccumCallback(accum_steps=4)])
+        Effective batch size: 8 rows per batch x 4 accum_steps x 1 replica = \
+32 rows per update; 1 update per epoch.
+        >>> history.history["updates"]
+        [1]
+    """
+
+    def __init__(
+        self,
+        accum_steps: int | Mapping[int, int] | None = None,
+        remainder: str | None = None,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__("flush" if remainder is None else remainder)
+        self.accum_steps = checks.accum_steps_or_schedule(accum_steps)
+        self.verbose = checks.verbose(verbose)
+        self._remainder_is_given = remainder is not None
+        self._attachment: attachment.Attachment | None = None
+
+    def set_model(self, model: keras.Model) -> None:
+        checks.keras_model("model", model)
+        checks.compiled(model)
+        self._check_accum_steps(model)
+        super().set_model(model)
+        callback_list = _keras_compat.calling_callback_list(self)
+        if callback_list is not None:
+            # First, to end the cycle of an epoch before the others look.
+            callback_list.callbacks.remove(self)
+            callback_list.callbacks.insert(0, self)
+            if not isinstance(model, AccumModel):
+                guard.watch_callbacks(callback_list, self.abandon_fit)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.close_fit()
+        if isinstance(self.model, AccumModel) and not self._remainder_is_given:
+            self.remainder = self.model.remainder
+        if self._attachment is None or not self._attachment.fits(self.model):
+            self._attachment = attachment.attach(
+                self.model, self._first_accum_steps(), self._needs_buffers()
+            )
+        self._attachment.attach()
+        if not self._attachment.fit_cleans_up:
+            self._watch("train_function")
+        super().on_train_begin(logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_test_begin(logs)
+        if self._is_attached() and not self._attachment.fit_cleans_up:
+            self._test_function = self.model.test_function
+            self._watch("test_function")
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._is_attached() and not self._attachment.fit_cleans_up:
+            self.model.test_function = self._test_function
+
+    def on_epoch_begin(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        optimizer = self.accum_optimizer
+        if isinstance(self.accum_steps, dict):
+            optimizer.accum_steps = schedule.value_at(self.accum_steps, epoch)
+        self._updates_before = int(optimizer.iterations.numpy())
+        self._rows_before = int(optimizer.count_rows().num_applied.numpy())
+        super().on_epoch_begin(epoch, logs)
+
+    def on_epoch_end(
+        self, epoch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        super().on_epoch_end(epoch, logs)
+        if logs is None:
+            return
+        optimizer = self.accum_optimizer
+        rows = int(optimizer.count_rows().num_applied.numpy())
+        updates = int(optimizer.iterations.numpy()) - self._updates_before
+        rows -= self._rows_before
+        logs["effective_batch_size"] = rows / updates if updates else float("nan")
+        logs["updates"] = updates
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self.close_fit()
+
+    def on_first_batch(self) -> None:
+        super().on_first_batch()
+        if self.verbose:
+            print(self._first_line(), flush=True)
+
+    def close_fit(self) -> None:
+        """Puts the model back as it was."""
+        if self._attachment is not None:
+            self._attachment.detach()
+
+    def abandon_fit(self) -> None:
+        """Puts the model back after a failure, in the middle of an epoch."""
+        if self._is_attached():
+            # Only a cycle that is carried belongs to the next `fit` too.
+            is_carried = self.remainder == "carry"
+            self._attachment.optimizer.partial_cycle_is_stale = not is_carried
+            self.close_fit()
+
+    def _is_attached(self):
+        return self._attachment is not None and self._attachment.is_attached
+
+    def _watch(self, name):
+        function = getattr(self.model, name)
+        setattr(self.model, name, guard.guarded(function, self.abandon_fit))
+
+    def _first_accum_steps(self):
+        if isinstance(self.accum_steps, dict):
+            return self.accum_steps[0]
+        return self.accum_steps
+
+    def _needs_buffers(self):
+        if isinstance(self.accum_steps, dict):
+            return max(self.accum_steps.values()) > 1
+        return False
+
+    def _check_accum_steps(self, model):
+        if self.accum_steps is None:
+            return
+        values = [self.accum_steps]
+        if isinstance(self.accum_steps, dict):
+            values = list(self.accum_steps.values())
+        optimizer = nesting.find(model.optimizer)
+        if isinstance(model, AccumModel):
+            other, second = model.given_accum_steps, "AccumModel"
+        elif optimizer is not None:
+            other, second = optimizer.accum_steps, type(optimizer).__name__
+        else:
+            checks.accumulates_once("optimizer", model.optimizer)
+            return
+        if other is not None and other not in values:
+            checks.same_accum_steps(
+                "AccumCallback", self.accum_steps, second, other
+            )
+
+    def _first_line(self):
+        optimizer = self.accum_optimizer
+        counts = optimizer.count_rows()
+        seen = int(counts.num_applied.numpy() + counts.num_pending.numpy())
+        batches = optimizer.num_micro_batches - self._batches_before
+        seen -= self._rows_before
+        rows = f"{seen // batches}"
+        if seen % batches:
+            # Several batches in one execution, the last of them short.
+            rows = f"about {round(seen / batches)}"
+        k = optimizer.accum_steps
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        total = batch_size.effective_batch_size(
+            max(1, round(seen / batches)), k
+        )
+        text = (
+            f"Effective batch size: {rows} rows per batch x {k} accum_steps x "
+            f"{replicas} replica{'s' if replicas > 1 else ''} = {total} rows "
+            "per update"
+        )
+        steps = (self.params or {}).get("steps")
+        if steps:
+            updates = batch_size.updates_per_epoch(steps, k, self.remainder)
+            text += f"; {updates} update{'s' if updates != 1 else ''} per epoch"
+        return text + "."

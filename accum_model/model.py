@@ -1,0 +1,414 @@
+"""AccumModel: a Keras model whose `fit` updates once per `accum_steps` batches.
+
+`compile` puts the optimizer into an `AccumOptimizer`, which owns everything
+that accumulates; the model only passes it the weight of each micro-batch and
+sees to the ends of epochs.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from accum_model import _keras_compat
+from accum_model import checks
+from accum_model import epoch_boundary
+from accum_model import nesting
+from accum_model import train_step
+from accum_model.optimizer import AccumOptimizer
+
+
+@keras.saving.register_keras_serializable(package="accum_model")
+class AccumModel(keras.Model):
+    """A Keras model that accumulates gradients over batches.
+
+    Made from tensors, by subclassing, or around an existing model with `wrap`.
+    The update made after `accum_steps` batches is that of one batch of all
+    their rows. Everything else is `keras.Model`.
+
+    A subclass may have a `train_step` of its own: what it passes to
+    `self.optimizer.apply_gradients` accumulates too, and its loss is taken to
+    be a mean over the rows of the batch.
+
+    Args:
+        *args: As for `keras.Model`: `inputs` and `outputs`, or nothing in a
+            subclass.
+        accum_steps: int >= 1. Batches per update. Defaults to 1, which is
+            plain Keras.
+        remainder: What becomes of a cycle that an epoch leaves unfinished:
+            `"flush"` applies it, divided by what was collected; `"carry"` goes
+            on with it in the next epoch; `"drop"` discards it. Defaults to
+            `"flush"`.
+        **kwargs: As for `keras.Model`, such as `name`.
+
+    Attributes:
+        accum_steps: Batches per update. May be set at any time and holds from
+            the next cycle on.
+        remainder: See above. May be set between calls of `fit`.
+
+    Raises:
+        ValueError: If `accum_steps` is not an int >= 1, or `remainder` is
+            unknown.
+
+    Example:
+        >>> import keras
+        >>> inputs = keras.Input((4,))
+        >>> outputs = keras.layers.Dense(1)(inputs)
+        >>> model = AccumModel(inputs, outputs, accum_steps=4)
+        >>> model.compile("sgd", "mse")
+        >>> model.optimizer.accum_steps
+        4
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        accum_steps: int | None = checks.NOT_GIVEN,
+        remainder: str = "flush",
+        **kwargs: Any,
+    ) -> None:
+        settings = _Settings(accum_steps, remainder)
+        functional = _keras_compat.functional_class()
+        if _is_functional(args, kwargs) and not isinstance(self, functional):
+            # Before Keras would rewrite the bases of AccumModel, and with them
+            # those of every other subclass.
+            self.__class__ = variant(type(self), functional)
+        super().__init__(*args, **kwargs)
+        self._accum_settings = settings
+
+    @classmethod
+    def wrap(
+        cls,
+        model: keras.Model,
+        accum_steps: int = 1,
+        remainder: str = "flush",
+    ) -> "AccumModel":
+        """Returns an accumulating model around the layers of `model`.
+
+        Layers and variables are shared, so both models always have the same
+        weights. If `model` is compiled, so is the result, with the same
+        optimizer, loss and metrics.
+
+        Args:
+            model: Functional, Sequential or subclassed model, compiled or not.
+            accum_steps: int >= 1. Batches per update. Defaults to 1.
+            remainder: `"flush"`, `"carry"` or `"drop"`. Defaults to `"flush"`.
+
+        Raises:
+            TypeError: If `model` is not a Keras 3 model.
+            ValueError: If `model` is an `AccumModel`, or another argument is
+                not one of those above.
+
+        Example:
+            >>> import keras
+            >>> model = keras.Sequential([keras.layers.Dense(1)])
+            >>> model.compile("adam", "mse")
+            >>> model = AccumModel.wrap(model, accum_steps=4)
+            >>> print(model.accum_steps, model.optimizer.inner_optimizer.name)
+            4 adam
+        """
+        settings = _Settings(accum_steps, remainder)
+        model = checks.keras_model("model", model)
+        checks.not_wrapped(model, AccumModel)
+        if model.compiled:
+            settings.check_optimizer(model.optimizer)
+        accum_class = getattr(cls, "_accum_class", cls)
+        view = _keras_compat.view_of(model, variant(accum_class, type(model)))
+        vars(view)["_accum_settings"] = settings
+        if model.compiled:
+            _compile_like(view, model)
+        return view
+
+    @property
+    def accum_steps(self) -> int:
+        """Batches per update."""
+        if isinstance(self.optimizer, AccumOptimizer):
+            return self.optimizer.accum_steps
+        return self._accum_settings.accum_steps
+
+    @accum_steps.setter
+    def accum_steps(self, accum_steps: int) -> None:
+        accum_steps = checks.accum_steps(accum_steps)
+        self._accum_settings.give(accum_steps)
+        optimizer = self.optimizer
+        if not isinstance(optimizer, AccumOptimizer):
+            return
+        if accum_steps > 1 and not optimizer.is_accumulating:
+            optimizer.start_accumulating()
+            self.renew_train_function()
+        optimizer.accum_steps = accum_steps
+
+    @property
+    def given_accum_steps(self) -> int | None:
+        """`accum_steps`, or None where it was left to its default."""
+        return self.accum_steps if self._accum_settings.is_given else None
+
+    @property
+    def remainder(self) -> str:
+        """What becomes of a partial cycle at the end of an epoch."""
+        return self._accum_settings.remainder
+
+    @remainder.setter
+    def remainder(self, remainder: str) -> None:
+        self._accum_settings.remainder = checks.remainder(remainder)
+
+    def flush(self) -> None:
+        """Applies a partial cycle now, divided by what it has collected."""
+        optimizer = nesting.find(self.optimizer)
+        if optimizer is not None:
+            optimizer.flush()
+
+    def reset_accumulation(self) -> None:
+        """Discards a partial cycle."""
+        optimizer = nesting.find(self.optimizer)
+        if optimizer is not None:
+            optimizer.reset()
+
+    # What Keras calls.
+
+    def compile(
+        self, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any
+    ) -> None:
+        """As `keras.Model.compile`, with the optimizer accumulating.
+
+        Args:
+            optimizer: As for Keras. An `AccumOptimizer` is used as it is.
+            *args: As for `keras.Model.compile`.
+            **kwargs: As for `keras.Model.compile`.
+
+        Raises:
+            ValueError: If model and optimizer were given different values of
+                `accum_steps`.
+        """
+        if optimizer is not None:
+            optimizer = checks.optimizer("optimizer", optimizer)
+            self._accum_settings.check_optimizer(optimizer)
+        is_outermost = isinstance(optimizer, AccumOptimizer)
+        plain = optimizer.inner_optimizer if is_outermost else optimizer
+        # Keras puts the plain one into a LossScaleOptimizer if the precision
+        # asks for it; accumulation goes around both.
+        super().compile(plain, *args, **kwargs)
+        if self.optimizer is None:
+            return
+        if is_outermost:
+            optimizer.inner_optimizer = self.optimizer
+            _keras_compat.set_optimizer(self, optimizer)
+        _accumulate_outermost(self)
+
+    def train_step(self, data: Any) -> Any:
+        """Trains on one batch; the one that ends a cycle updates."""
+        return train_step.run(self, super().train_step, data)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """As in Keras, for a `train_step` of the subclass's own too."""
+        return train_step.compile_into(
+            self, super().make_train_function, force
+        )
+
+    def renew_train_function(self) -> None:
+        """Has the training step compiled again, if it is compiled."""
+        if self.train_function is not None:
+            self.make_train_function(force=True)
+
+    def fit(
+        self,
+        x: Any = None,
+        y: Any = None,
+        batch_size: int | None = None,
+        epochs: int = 1,
+        verbose: Any = "auto",
+        callbacks: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> keras.callbacks.History:
+        """As `keras.Model.fit`; epochs end as `remainder` says.
+
+        Where `fit` raises, a partial cycle is discarded unless it is carried.
+        """
+        with self._epoch_boundary(callbacks) as callbacks:
+            return super().fit(
+                x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
+            )
+
+    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As `keras.Model.train_on_batch`: one micro-batch."""
+        logs = super().train_on_batch(*args, **kwargs)
+        optimizer = nesting.find(self.optimizer)
+        if optimizer is not None:
+            optimizer.partial_cycle_is_stale = True
+        return logs
+
+    @contextlib.contextmanager
+    def _epoch_boundary(self, callbacks: Any) -> Iterator[Any]:
+        """Puts an `EpochBoundary` first in the callbacks, unless one is there."""
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        given = callbacks.callbacks if is_list else callbacks
+        given = keras.tree.flatten(given) if given is not None else []
+        for callback in given:
+            if isinstance(callback, epoch_boundary.EpochBoundary):
+                boundary = callback
+                break
+        else:
+            boundary = epoch_boundary.EpochBoundary(self.remainder)
+            if is_list:
+                boundary.set_model(self)
+                boundary.set_params(callbacks.params)
+                callbacks.callbacks.insert(0, boundary)
+            else:
+                callbacks = [boundary, *given]
+        try:
+            yield callbacks
+        except BaseException:
+            if boundary.remainder != "carry":
+                self.reset_accumulation()
+            raise
+        finally:
+            boundary.close_fit()
+            if is_list and boundary not in given:
+                callbacks.callbacks.remove(boundary)
+
+    # Saving.
+
+    def get_compile_config(self) -> dict[str, Any]:
+        """As in Keras, with the accumulating optimizer."""
+        config = super().get_compile_config()
+        if config and self.optimizer is not None:
+            config["optimizer"] = keras.saving.serialize_keras_object(
+                self.optimizer
+            )
+            config["remainder"] = self.remainder
+        return config
+
+    def compile_from_config(self, config: dict[str, Any]) -> None:
+        """As in Keras, with the accumulating optimizer."""
+        config = keras.saving.deserialize_keras_object(dict(config))
+        self.remainder = config.pop("remainder", self.remainder)
+        optimizer = nesting.find(config.get("optimizer"))
+        if optimizer is not None:
+            self._accum_settings.give(optimizer.accum_steps)
+        self.compile(**config)
+        if self.optimizer is not None and self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> "AccumModel":
+        """Makes a model from what `get_config` returned."""
+        if "model" not in config:
+            return super().from_config(config, custom_objects)
+        config = dict(config)
+        model = keras.saving.deserialize_keras_object(
+            config.pop("model"), custom_objects=custom_objects
+        )
+        return cls.wrap(model, **config)
+
+
+class _Settings:
+    """What the user said, and whether `accum_steps` was said at all."""
+
+    def __init__(self, accum_steps: Any, remainder: Any) -> None:
+        self.is_given = accum_steps is not checks.NOT_GIVEN
+        self.accum_steps = (
+            checks.accum_steps(accum_steps) if self.is_given else 1
+        )
+        self.remainder = checks.remainder(remainder)
+
+    def give(self, accum_steps: int) -> None:
+        self.is_given = True
+        self.accum_steps = accum_steps
+
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Raises if `optimizer` contradicts the model."""
+        inner = nesting.find(optimizer)
+        if inner is None:
+            if self.accum_steps > 1:
+                checks.accumulates_once("optimizer", optimizer)
+        elif self.accum_steps > 1 and inner.accum_steps > 1:
+            checks.same_accum_steps(
+                "AccumModel",
+                self.accum_steps,
+                type(inner).__name__,
+                inner.accum_steps,
+            )
+
+
+@functools.cache
+def variant(
+    accum_class: type[AccumModel], model_class: type[keras.Model]
+) -> type[AccumModel]:
+    """The class that is both an `accum_class` and a `model_class`.
+
+    It goes by the name of `accum_class`, in messages and in saved files.
+    """
+    body = {
+        "__module__": accum_class.__module__,
+        "__qualname__": accum_class.__qualname__,
+        "__doc__": accum_class.__doc__,
+        "_accum_class": accum_class,
+    }
+    has_own_config = (
+        accum_class.__init__ is not AccumModel.__init__
+        or accum_class.get_config is not AccumModel.get_config
+    )
+    if not has_own_config:
+        body["get_config"] = functools.partialmethod(
+            _config_around_model, model_class
+        )
+    if model_class in (_keras_compat.functional_class(), keras.Sequential):
+        bases = (accum_class, model_class)
+    else:
+        # A train_step of the user's own comes first, and reaches that of
+        # AccumModel by super(), as if AccumModel had been its base class.
+        bases = (model_class, accum_class)
+    cls = type(accum_class.__name__, bases, body)
+    registered = keras.saving.get_registered_name(accum_class)
+    if ">" in registered:
+        package, name = registered.split(">", maxsplit=1)
+        for item in (cls, accum_class):  # The last one is what files load.
+            keras.saving.register_keras_serializable(package, name)(item)
+    return cls
+
+
+def _config_around_model(
+    self: AccumModel, model_class: type[keras.Model]
+) -> dict[str, Any]:
+    """The config of the model inside, and the settings."""
+    plain = _keras_compat.view_of(self, model_class)
+    return {
+        "model": keras.saving.serialize_keras_object(plain),
+        "accum_steps": self.accum_steps,
+        "remainder": self.remainder,
+    }
+
+
+def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True for the arguments of `keras.Model(inputs, outputs)`."""
+    return len(args) == 2 or "outputs" in kwargs
+
+
+def _accumulate_outermost(model: AccumModel) -> None:
+    """Puts the accumulating optimizer of `model` around all others."""
+    settings = vars(model)["_accum_settings"]
+    nested = nesting.Nesting(model.optimizer, settings.accum_steps)
+    optimizer = nested.outermost
+    if settings.accum_steps > 1 and not nested.is_new:
+        optimizer.accum_steps = settings.accum_steps
+    _keras_compat.set_optimizer(model, optimizer)
+
+
+def _compile_like(target: AccumModel, source: keras.Model) -> None:
+    """Compiles `target` as `source` is, with the same optimizer object."""
+    if _keras_compat.has_own_compile(source):
+        _keras_compat.share_compiled_state(source, target)
+        if source.optimizer is not None:
+            _accumulate_outermost(target)
+        return
+    arguments = _keras_compat.compile_arguments(source)
+    arguments["optimizer"] = source.optimizer
+    target.compile(**arguments)
