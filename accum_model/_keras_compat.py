@@ -49,14 +49,14 @@ def view_of(model: keras.Model, cls: type[keras.Model]) -> keras.Model:
         train_function=None,
         test_function=None,
         predict_function=None,
-        optimizer=None,
         compiled=False,
         loss=None,
         _compile_loss=None,
         _compile_metrics=None,
         _loss_tracker=None,
     )
-    vars(view).pop("_compile_config", None)
+    for name in ("optimizer", "_compile_config"):
+        vars(view).pop(name, None)
     return view
 
 
@@ -139,6 +139,11 @@ def calling_callback_list(
     finally:
         del frame
     return None
+
+
+def has_all_variables(model: keras.Model) -> bool:
+    """True when no layer of `model` will make variables at its first call."""
+    return all(layer.built for layer in model._flatten_layers())
 
 
 def has_own_compile(model: keras.Model) -> bool:

@@ -40,7 +40,7 @@ class EpochBoundary(keras.callbacks.Callback):
     @property
     def accum_optimizer(self) -> AccumOptimizer | None:
         """The accumulating optimizer that trains the model, if there is one."""
-        return nesting.find(self.model.optimizer)
+        return nesting.find_in(self.model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._epoch_is_open = False
@@ -85,6 +85,8 @@ class EpochBoundary(keras.callbacks.Callback):
         optimizer = self.accum_optimizer
         if optimizer is None or optimizer.accum_steps == 1:
             return
+        if not self.model.trainable_weights:
+            return  # Keras says so itself.
         if optimizer.num_micro_batches == self._batches_before:
             raise RuntimeError(
                 "Nothing accumulates because train_step of "

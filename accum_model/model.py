@@ -125,16 +125,17 @@ class AccumModel(keras.Model):
     @property
     def accum_steps(self) -> int:
         """Batches per update."""
-        if isinstance(self.optimizer, AccumOptimizer):
-            return self.optimizer.accum_steps
+        optimizer = nesting.find_in(self)
+        if optimizer is not None:
+            return optimizer.accum_steps
         return self._accum_settings.accum_steps
 
     @accum_steps.setter
     def accum_steps(self, accum_steps: int) -> None:
         accum_steps = checks.accum_steps(accum_steps)
         self._accum_settings.give(accum_steps)
-        optimizer = self.optimizer
-        if not isinstance(optimizer, AccumOptimizer):
+        optimizer = nesting.find_in(self)
+        if optimizer is None:
             return
         if accum_steps > 1 and not optimizer.is_accumulating:
             optimizer.start_accumulating()
@@ -157,13 +158,13 @@ class AccumModel(keras.Model):
 
     def flush(self) -> None:
         """Applies a partial cycle now, divided by what it has collected."""
-        optimizer = nesting.find(self.optimizer)
+        optimizer = nesting.find_in(self)
         if optimizer is not None:
             optimizer.flush()
 
     def reset_accumulation(self) -> None:
         """Discards a partial cycle."""
-        optimizer = nesting.find(self.optimizer)
+        optimizer = nesting.find_in(self)
         if optimizer is not None:
             optimizer.reset()
 
@@ -236,7 +237,7 @@ class AccumModel(keras.Model):
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As `keras.Model.train_on_batch`: one micro-batch."""
         logs = super().train_on_batch(*args, **kwargs)
-        optimizer = nesting.find(self.optimizer)
+        optimizer = nesting.find_in(self)
         if optimizer is not None:
             optimizer.partial_cycle_is_stale = True
         return logs

@@ -17,6 +17,11 @@ def find(optimizer: keras.optimizers.Optimizer | None) -> AccumOptimizer | None:
     return optimizer
 
 
+def find_in(model: keras.Model) -> AccumOptimizer | None:
+    """The accumulating optimizer of `model`; None also before `compile`."""
+    return find(getattr(model, "optimizer", None))
+
+
 class Nesting:
     """Puts an accumulating optimizer outermost, and can undo it.
 

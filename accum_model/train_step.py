@@ -45,6 +45,11 @@ def compile_into(
     Keras compiles the method it finds under `train_step`, which therefore is
     shadowed for the time of the call, and only for that.
     """
+    optimizer = model.optimizer
+    if isinstance(optimizer, AccumOptimizer) and not optimizer.built:
+        if _keras_compat.has_all_variables(model) and model.trainable_weights:
+            # A step that makes variables while it is traced is traced twice.
+            optimizer.build(model.trainable_variables)
     step = functools.partial(run, model, model.train_step)
     with _keras_compat.instance_attribute(model, "train_step", step):
         return make_train_function(force=force)
