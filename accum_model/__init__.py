@@ -3,15 +3,9 @@
 The update is that of the large batch, whatever the sizes of the micro-batches.
 """
 
-import keras as _keras
+from accum_model import _backend
 
-if _keras.backend.backend() != "tensorflow":
-    raise ImportError(
-        "accum_model needs Keras on the TensorFlow backend. Received: "
-        f"keras.backend.backend()={_keras.backend.backend()!r}. Set the "
-        "environment variable KERAS_BACKEND=tensorflow before Python starts, "
-        'or "backend": "tensorflow" in ~/.keras/keras.json.'
-    )
+_backend.require_tensorflow()
 
 from accum_model._version import __version__
 from accum_model.batch_size import accum_steps_for

@@ -291,8 +291,6 @@ def test_same_callback_serves_two_models():
 
 
 def test_callback_gives_its_value_to_an_accum_model_for_one_fit():
-    model = AccumModel.wrap(helpers.functional())
-    # The value was left to its default in the class, too.
     model = helpers.subclassed(AccumModel)
     model.compile("sgd", "mse")
     model.fit(
@@ -421,6 +419,7 @@ def test_own_train_step_that_ignores_the_optimizer_is_an_error():
             return {"loss": tf.constant(0.0)}
 
     model = Elsewhere()
+    model(np.zeros((1, 5)))
     model.compile("sgd", "mse")
     optimizer = model.optimizer
     with pytest.raises(RuntimeError, match="Nothing accumulates because"):

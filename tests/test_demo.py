@@ -2,10 +2,9 @@
 
 import contextlib
 import io
-import os
 import pathlib
 import re
-import subprocess
+import runpy
 import sys
 from typing import NamedTuple
 
@@ -48,6 +47,11 @@ def rows(text):
     """The rows of the table: name, loss, accuracy, updates, difference."""
     pattern = r"^\d\. (.+?) +([\d.]+) +([\d.]+) +(\d+) +(\S+) +[\d.]+$"
     return re.findall(pattern, text, flags=re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def clean_keras():
+    """Replaces the one for all tests: the demo must do without."""
 
 
 @pytest.fixture(scope="module")
@@ -129,24 +133,21 @@ def test_main_output_is_png_with_four_visible_curves(float64_run):
         assert is_near.sum() > 100, line
 
 
-def test_command_float32_says_why_weights_differ(tmp_path):
-    package = pathlib.Path(demo.__file__).parents[2]
-    result = subprocess.run(
-        [sys.executable, "-m", "accum_model", "--epochs", "1"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(package)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    table = rows(result.stdout)
+def test_command_float32_says_why_weights_differ(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["accum_model", "--epochs", "1"])
+    with pytest.raises(SystemExit) as raised:
+        runpy.run_module("accum_model", run_name="__main__")
+    assert raised.value.code == 0
+    text = capsys.readouterr().out
+    table = rows(text)
     assert [row[0] for row in table] == NAMES
     assert [row[3] for row in table] == ["6"] * 4
     assert all(0 < float(row[4]) < 1e-4 for row in table[1:])
-    assert "round" in result.stdout
-    assert "--float64" in result.stdout
-    assert f"Loss curves: {tmp_path / 'accum_model_demo.png'}" in result.stdout
-    assert os.listdir(tmp_path) == ["accum_model_demo.png"]
+    assert "round differently" in text
+    assert "--float64" in text
+    assert f"Loss curves: {tmp_path / 'accum_model_demo.png'}" in text
+    assert list(tmp_path.iterdir()) == [tmp_path / "accum_model_demo.png"]
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,7 @@ def test_main_failure_restores_dtypes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training, "train_all", fail)
     before = dtypes()
+    assert before[0] == "float32"
     with pytest.raises(KeyboardInterrupt):
         demo.main(["--float64", "--output", str(tmp_path / "curves.png")])
     assert dtypes() == before

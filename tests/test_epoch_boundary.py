@@ -157,7 +157,7 @@ def test_unknown_number_of_batches_is_flushed(way, source, steps_per_execution):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Keras: the data ran out.
-        model.fit(data, verbose=0, callbacks=callbacks)
+        model.fit(data, shuffle=False, verbose=0, callbacks=callbacks)
     assert int(model.optimizer.iterations) == 2
     reference = helpers.functional()
     reference.compile(keras.optimizers.SGD(0.125), "mse")

@@ -1,0 +1,45 @@
+# The two commands of the README are `make demo` and `make test`. Each makes
+# the virtual environment when it is missing and installs what it needs.
+
+PYTHON ?= python3
+VENV ?= .venv
+PROCESSES ?= auto
+BIN = $(VENV)/bin
+RUFF = $(BIN)/ruff
+SOURCES = accum_model tests setup.py
+RUFF_RULES = --line-length 80 --select E,F,W,I,B,UP,D1 \
+	--ignore E731,D105,D107 \
+	--config 'lint.isort.force-single-line=true' \
+	--config 'lint.per-file-ignores={"tests/*"=["D1"]}'
+PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 4
+
+.PHONY: demo test test-slow test-all lint format clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python -m accum_model
+
+test: $(VENV)/.installed-test
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m slow
+
+test-all: $(VENV)/.installed-test
+	$(PYTEST)
+
+lint: $(VENV)/.installed-test
+	$(RUFF) format --check --line-length 80 $(SOURCES)
+	$(RUFF) check $(RUFF_RULES) $(SOURCES)
+
+format: $(VENV)/.installed-test
+	$(RUFF) check --fix $(RUFF_RULES) $(SOURCES)
+	$(RUFF) format --line-length 80 $(SOURCES)
+
+$(VENV)/.installed-%: setup.cfg
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[$*]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
