@@ -8,9 +8,9 @@ BIN = $(VENV)/bin
 RUFF = $(BIN)/ruff
 SOURCES = accum_model tests setup.py
 RUFF_RULES = --line-length 80 --select E,F,W,I,B,UP,D1 \
-	--ignore E731,D105,D107 \
+	--ignore D105,D107 \
 	--config 'lint.isort.force-single-line=true' \
-	--config 'lint.per-file-ignores={"tests/*"=["D1"]}'
+	--config 'lint.per-file-ignores={"tests/*"=["D1","E731"],"setup.py"=["D1"],"*/__init__.py"=["E402"]}'
 PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 4
 
 .PHONY: demo test test-slow test-all lint format clean

@@ -204,9 +204,7 @@ def _weighted(
     weight = tf.cast(weight, total.dtype)
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, total.dtype) * weight
-        return tf.IndexedSlices(
-            values, gradient.indices, gradient.dense_shape
-        )
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.cast(gradient, total.dtype) * weight
 
 

@@ -126,7 +126,10 @@ class Buffers:
                 _ = cycle.missing_weight
             for name, variable in cycle.state().items():
                 plan.append(
-                    (variable, checks.saved_value(values, prefix + name, variable))
+                    (
+                        variable,
+                        checks.saved_value(values, prefix + name, variable),
+                    )
                 )
             number += 1
         for cycle in self.all_cycles():

@@ -80,6 +80,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         self._attachment: attachment.Attachment | None = None
 
     def set_model(self, model: keras.Model) -> None:
+        """Checks the model and takes the first place in the list."""
         checks.keras_model("model", model)
         checks.compiled(model)
         self._check_accum_steps(model)
@@ -93,6 +94,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
                 guard.watch_callbacks(callback_list, self.abandon_fit)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Puts accumulation on the model."""
         self.close_fit()
         if isinstance(self.model, AccumModel) and not self._remainder_is_given:
             self.remainder = self.model.remainder
@@ -106,18 +108,21 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         super().on_train_begin(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the cycle before validation, and watches over it."""
         super().on_test_begin(logs)
         if self._is_attached() and not self._attachment.fit_cleans_up:
             self._test_function = self.model.test_function
             self._watch("test_function")
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Stops watching over the validation."""
         if self._is_attached() and not self._attachment.fit_cleans_up:
             self.model.test_function = self._test_function
 
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
+        """Sets the schedule's value and notes where counters stand."""
         optimizer = self.accum_optimizer
         if isinstance(self.accum_steps, dict):
             optimizer.accum_steps = schedule.value_at(self.accum_steps, epoch)
@@ -128,6 +133,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
+        """Ends the cycle and writes the logs."""
         super().on_epoch_end(epoch, logs)
         if logs is None:
             return
@@ -135,13 +141,17 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         rows = int(optimizer.count_rows().num_applied.numpy())
         updates = int(optimizer.iterations.numpy()) - self._updates_before
         rows -= self._rows_before
-        logs["effective_batch_size"] = rows / updates if updates else float("nan")
+        logs["effective_batch_size"] = (
+            rows / updates if updates else float("nan")
+        )
         logs["updates"] = updates
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Takes accumulation off the model."""
         self.close_fit()
 
     def on_first_batch(self) -> None:
+        """Prints the line about the effective batch size."""
         super().on_first_batch()
         if self.verbose:
             print(self._first_line(), flush=True)

@@ -134,9 +134,7 @@ def accumulates_once(name: str, value: keras.optimizers.Optimizer) -> None:
         value = getattr(value, "inner_optimizer", None)
 
 
-def not_nested(
-    name: str, value: keras.optimizers.Optimizer, cls: type
-) -> None:
+def not_nested(name: str, value: keras.optimizers.Optimizer, cls: type) -> None:
     """Refuses an accumulating optimizer inside another one."""
     while value is not None:
         if isinstance(value, cls):
@@ -273,5 +271,6 @@ def same_accum_steps(first: str, one: int, second: str, other: int) -> None:
 def comes_from_tf_keras(value: Any) -> bool:
     """True when the class of `value`, or a base of it, is from tf_keras."""
     return any(
-        cls.__module__.split(".")[0] == "tf_keras" for cls in type(value).__mro__
+        cls.__module__.split(".")[0] == "tf_keras"
+        for cls in type(value).__mro__
     )

@@ -43,6 +43,7 @@ class EpochBoundary(keras.callbacks.Callback):
         return nesting.find_in(self.model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Discards what does not belong to this `fit`."""
         self._epoch_is_open = False
         self._has_seen_batch = False
         self._has_warned = False
@@ -53,6 +54,7 @@ class EpochBoundary(keras.callbacks.Callback):
     def on_epoch_begin(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
+        """Opens the epoch."""
         self._epoch_is_open = True
         optimizer = self.accum_optimizer
         if optimizer is None:
@@ -63,6 +65,7 @@ class EpochBoundary(keras.callbacks.Callback):
             self._watch_first_batch()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Closes the epoch before its validation."""
         # Keras hands its own list of callbacks to the validation inside `fit`,
         # which comes after the last batch of the epoch.
         self._close_epoch()
@@ -70,6 +73,7 @@ class EpochBoundary(keras.callbacks.Callback):
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
+        """Closes the epoch if no validation has."""
         self._close_epoch()
 
     def close_fit(self) -> None:

@@ -205,9 +205,7 @@ class AccumModel(keras.Model):
 
     def make_train_function(self, force: bool = False) -> Any:
         """As in Keras, for a `train_step` of the subclass's own too."""
-        return train_step.compile_into(
-            self, super().make_train_function, force
-        )
+        return train_step.compile_into(self, super().make_train_function, force)
 
     def renew_train_function(self) -> None:
         """Has the training step compiled again, if it is compiled."""
@@ -244,7 +242,7 @@ class AccumModel(keras.Model):
 
     @contextlib.contextmanager
     def _epoch_boundary(self, callbacks: Any) -> Iterator[Any]:
-        """Puts an `EpochBoundary` first in the callbacks, unless one is there."""
+        """Puts an `EpochBoundary` first, unless the callbacks hold one."""
         is_list = isinstance(callbacks, keras.callbacks.CallbackList)
         given = callbacks.callbacks if is_list else callbacks
         given = keras.tree.flatten(given) if given is not None else []

@@ -298,7 +298,9 @@ class AccumOptimizer(keras.optimizers.Optimizer):
                 lambda cycle=cycle, nothing=nothing: self._update(
                     cycle, nothing, tf.zeros((), cycle.weight_dtype), 0
                 ),
-                lambda cycle=cycle: cycle.reset(self._buffers.accum_steps.value),
+                lambda cycle=cycle: cycle.reset(
+                    self._buffers.accum_steps.value
+                ),
             )
 
     def reset(self) -> None:

@@ -106,9 +106,7 @@ def fit_large_batch(
     return model
 
 
-def fit_way(
-    way, optimizer, accum_steps, batch_size, data, epochs=2, **kwargs
-):
+def fit_way(way, optimizer, accum_steps, batch_size, data, epochs=2, **kwargs):
     """Trains the same network, accumulating, by one of the ways in."""
     callbacks = []
     if way == "wrap":

@@ -133,9 +133,7 @@ def test_fit_after_failed_fit_starts_clean():
     ours = AccumCallback(3, verbose=0)
     with pytest.raises(ValueError):
         model.fit(x, y, batch_size=4, verbose=0, callbacks=[ours, Fail()])
-    model.fit(
-        x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[ours]
-    )
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[ours])
     large = helpers.fit_large_batch(
         keras.optimizers.SGD(0.125), 12, (x, y), epochs=1
     )

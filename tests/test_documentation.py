@@ -39,7 +39,9 @@ def test_readme_snippets_run_and_print_what_it_says():
     assert printed[0] == "True\n"
     assert "It prints ``True``." in text
     assert printed[3].startswith("Effective batch size")
-    assert printed[3] in textwrap.dedent(text).replace("    Effective", "Effective")
+    assert printed[3] in textwrap.dedent(text).replace(
+        "    Effective", "Effective"
+    )
     assert printed[4] == "2 8\n"
 
 

@@ -57,9 +57,7 @@ def test_remainder_weights_equal_plain_keras_on_the_cycles(way, remainder):
     """
     x, y = helpers.rows(14)
     model, callbacks = start(way, remainder, accum_steps=4)
-    model.fit(
-        x, y, batch_size=2, shuffle=False, verbose=0, callbacks=callbacks
-    )
+    model.fit(x, y, batch_size=2, shuffle=False, verbose=0, callbacks=callbacks)
     reference = helpers.functional()
     reference.compile(keras.optimizers.SGD(0.125), "mse")
     reference.train_on_batch(x[:8], y[:8])

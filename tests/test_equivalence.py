@@ -231,9 +231,7 @@ def test_train_function_has_one_trace_in_100_steps(way, mode_name):
         model = AccumModel.wrap(model, accum_steps=3)
     model.compile("adam", "mse", jit_compile=mode_name == "xla")
     traces.clear()
-    model.fit(
-        *helpers.rows(200), batch_size=2, verbose=0, callbacks=callbacks
-    )
+    model.fit(*helpers.rows(200), batch_size=2, verbose=0, callbacks=callbacks)
     assert len(traces) == 1
     if way == "wrap":
         model.accum_steps = 5

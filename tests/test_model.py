@@ -25,9 +25,10 @@ def test_wrap_shares_layers_and_keeps_shape(kind, is_compiled):
     model = AccumModel.wrap(plain, accum_steps=2)
     assert isinstance(model, AccumModel)
     assert isinstance(model, type(plain))
-    assert [layer is other for layer, other in zip(
-        model.layers, plain.layers, strict=True
-    )] == [True] * len(plain.layers)
+    assert [
+        layer is other
+        for layer, other in zip(model.layers, plain.layers, strict=True)
+    ] == [True] * len(plain.layers)
     assert [w.path for w in model.weights] == [w.path for w in plain.weights]
     assert model.count_params() == plain.count_params()
     assert model.name == plain.name
@@ -328,9 +329,7 @@ def test_gan_optimizers_do_not_mix():
         model.compile(run_eagerly=True)
         noise, _ = helpers.rows(12, 3)
         real, _ = helpers.rows(12, 2, seed=9)
-        model.fit(
-            noise, real, batch_size=batch_size, shuffle=False, verbose=0
-        )
+        model.fit(noise, real, batch_size=batch_size, shuffle=False, verbose=0)
         return model
 
     # With SGD on the discriminator the generator of the large batch sees the
