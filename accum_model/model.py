@@ -6,7 +6,6 @@ sees to the ends of epochs.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from accum_model import checks
 from accum_model import epoch_boundary
 from accum_model import nesting
 from accum_model import train_step
+from accum_model import variant
 from accum_model.optimizer import AccumOptimizer
 
 
@@ -75,7 +75,7 @@ class AccumModel(keras.Model):
         if _is_functional(args, kwargs) and not isinstance(self, functional):
             # Before Keras would rewrite the bases of AccumModel, and with them
             # those of every other subclass.
-            self.__class__ = variant(type(self), functional)
+            self.__class__ = variant.of(AccumModel, type(self), functional)
         super().__init__(*args, **kwargs)
         self._accum_settings = settings
 
@@ -115,8 +115,10 @@ class AccumModel(keras.Model):
         checks.not_wrapped(model, AccumModel)
         if model.compiled:
             settings.check_optimizer(model.optimizer)
-        accum_class = getattr(cls, "_accum_class", cls)
-        view = _keras_compat.view_of(model, variant(accum_class, type(model)))
+        accum_class = variant.accum_class_of(cls)
+        view = _keras_compat.view_of(
+            model, variant.of(AccumModel, accum_class, type(model))
+        )
         vars(view)["_accum_settings"] = settings
         if model.compiled:
             _compile_like(view, model)
@@ -335,55 +337,6 @@ class _Settings:
                 type(inner).__name__,
                 inner.accum_steps,
             )
-
-
-@functools.cache
-def variant(
-    accum_class: type[AccumModel], model_class: type[keras.Model]
-) -> type[AccumModel]:
-    """The class that is both an `accum_class` and a `model_class`.
-
-    It goes by the name of `accum_class`, in messages and in saved files.
-    """
-    body = {
-        "__module__": accum_class.__module__,
-        "__qualname__": accum_class.__qualname__,
-        "__doc__": accum_class.__doc__,
-        "_accum_class": accum_class,
-    }
-    has_own_config = (
-        accum_class.__init__ is not AccumModel.__init__
-        or accum_class.get_config is not AccumModel.get_config
-    )
-    if not has_own_config:
-        body["get_config"] = functools.partialmethod(
-            _config_around_model, model_class
-        )
-    if model_class in (_keras_compat.functional_class(), keras.Sequential):
-        bases = (accum_class, model_class)
-    else:
-        # A train_step of the user's own comes first, and reaches that of
-        # AccumModel by super(), as if AccumModel had been its base class.
-        bases = (model_class, accum_class)
-    cls = type(accum_class.__name__, bases, body)
-    registered = keras.saving.get_registered_name(accum_class)
-    if ">" in registered:
-        package, name = registered.split(">", maxsplit=1)
-        for item in (cls, accum_class):  # The last one is what files load.
-            keras.saving.register_keras_serializable(package, name)(item)
-    return cls
-
-
-def _config_around_model(
-    self: AccumModel, model_class: type[keras.Model]
-) -> dict[str, Any]:
-    """The config of the model inside, and the settings."""
-    plain = _keras_compat.view_of(self, model_class)
-    return {
-        "model": keras.saving.serialize_keras_object(plain),
-        "accum_steps": self.accum_steps,
-        "remainder": self.remainder,
-    }
 
 
 def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

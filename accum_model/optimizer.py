@@ -9,7 +9,6 @@ with the inner optimizer. Between updates nothing but the buffers changes.
 """
 
 import contextlib
-import warnings
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ import tensorflow as tf
 from accum_model import buffers
 from accum_model import checks
 from accum_model import ledger
+from accum_model import update
 from accum_model.accumulator import Gradient
 
 
@@ -95,14 +95,18 @@ class AccumOptimizer(keras.optimizers.Optimizer):
 
     @property
     def iterations(self) -> keras.Variable:
-        """Updates made, the inner optimizer's counter."""
-        return self.inner_optimizer.iterations
+        """Updates made, the counter of the innermost optimizer."""
+        optimizer = self.inner_optimizer
+        # LossScaleOptimizer passes its counter on only in newer Keras.
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        return optimizer.iterations
 
     @property
     def num_micro_batches(self) -> int:
         """Calls of `apply` so far; in `fit` one per batch of data."""
         if self._buffers is None:
-            return buffers.concrete(self.inner_optimizer.iterations)
+            return buffers.concrete(self.iterations)
         return buffers.concrete(super().iterations)
 
     @property
@@ -247,7 +251,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             return
 
         checks.same_number(grads, trainable_variables)
-        _warn_of_missing(grads, trainable_variables)
+        update.warn_of_missing(grads, trainable_variables)
         cycle = self._buffers.cycle_of(trainable_variables)
         if weight is None:
             weight = 1 if self._ambient_rows is None else self._ambient_rows
@@ -338,37 +342,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             self._ledger.add(self._ambient_rows)
 
     def _update(self, cycle, grads, weight, num_rows):
-        """Applies the mean of the cycle and starts the next one.
-
-        A variable that no micro-batch of the cycle had a gradient for is left
-        out, so that its slots stand still as they would for a large batch.
-        """
-        variables = range(len(cycle.variables))
-        present = [j for j in variables if grads[j] is not None]
-        absent = [j for j in variables if grads[j] is None]
-
-        def apply_to(indices):
-            if indices:
-                self.inner_optimizer.apply(
-                    cycle.average(indices, grads, weight),
-                    [cycle.variables[j] for j in indices],
-                )
-
-        if not absent:
-            apply_to(present)
-        elif tf.executing_eagerly():
-            collected = cycle.has_gradient(absent).numpy()
-            late = [j for j, has in zip(absent, collected, strict=True) if has]
-            apply_to(sorted(present + late))
-        else:
-            # A graph cannot choose among all subsets. Those absent now were
-            # all collected earlier in the cycle, or (the usual case: they
-            # never have a gradient) none was.
-            tf.cond(
-                tf.reduce_any(cycle.has_gradient(absent)),
-                lambda: apply_to(list(variables)),
-                lambda: apply_to(present),
-            )
+        update.apply_mean(self.inner_optimizer, cycle, grads, weight)
         cycle.reset(self._buffers.accum_steps.value)
         if self._ledger is not None and num_rows is not None:
             self._ledger.settle(num_rows)
@@ -389,7 +363,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         checks.one_replica(self._accum_steps)
         with tf.init_scope():
             # While calls were passed through, the own counter stood still.
-            super().iterations.assign(self.inner_optimizer.iterations)
+            super().iterations.assign(self.iterations)
             self._buffers = buffers.Buffers(
                 self._trainable_variables, self.add_variable, self._accum_steps
             )
@@ -430,7 +404,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         elif store.keys():
             self.inner_optimizer.load_own_variables(store)
             if self._buffers is not None:
-                super().iterations.assign(self.inner_optimizer.iterations)
+                super().iterations.assign(self.iterations)
                 self._buffers.reset()
 
     @classmethod
@@ -445,26 +419,3 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
-
-
-def _warn_of_missing(
-    grads: Sequence[Gradient], variables: Sequence[keras.Variable]
-) -> None:
-    """Says about missing gradients what Keras says."""
-    missing = [
-        getattr(variable, "path", variable.name)
-        for gradient, variable in zip(grads, variables, strict=True)
-        if gradient is None
-    ]
-    if len(missing) == len(variables):
-        raise ValueError(
-            "No gradients provided for any variable. Received: a gradient of "
-            f"None for each of {missing}. Check that the loss depends on them."
-        )
-    if missing:
-        warnings.warn(
-            f"Gradients do not exist for variables {missing} when minimizing "
-            "the loss. If using `model.compile()`, did you forget to provide a "
-            "`loss` argument?",
-            stacklevel=3,
-        )

@@ -384,7 +384,7 @@ def test_loss_scaling_is_nested_right_only_for_the_fit():
     assert model.optimizer is outer
     assert outer.inner_optimizer is accum
     assert accum.inner_optimizer is inner
-    assert int(outer.iterations) == 2
+    assert int(inner.iterations) == 2
 
 
 def test_tensorboard_counts_updates(tmp_path):

@@ -125,8 +125,10 @@ def test_main_output_is_png_with_four_visible_curves(float64_run):
     assert float64_run.output.is_absolute()
     assert float64_run.output.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     image = matplotlib.image.imread(float64_run.output)[..., :3]
-    # Left of the legend.
-    pixels = image[:, : image.shape[1] // 2].reshape(-1, 3)
+    height, width, _ = image.shape
+    # Inside the axes, left of the legend.
+    inside = image[height // 6 : -height // 6, width // 6 : width // 2]
+    pixels = inside.reshape(-1, 3)
     for line in report._LINES:
         color = matplotlib.colors.to_rgb(line["color"])
         is_near = np.all(np.abs(pixels - color) < 0.01, axis=1)
@@ -209,6 +211,7 @@ def test_main_missing_package_returns_2(
     message = capsys.readouterr().err
     assert 'pip install "accum_model[demo]"' in message
     assert module in message
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", [1.0 + 2e-9, np.nan])

@@ -428,7 +428,7 @@ def test_counters_through_loss_scale_optimizer(nesting):
     before = variable.numpy()
     for _ in range(10):
         step()
-    assert int(outer.iterations) == int(inner.iterations) == 2
+    assert int(accum.iterations) == int(inner.iterations) == 2
     assert accum.num_micro_batches == 10
     np.testing.assert_allclose(variable.numpy(), before - 2 * 0.5)
     outer.learning_rate = 0.125

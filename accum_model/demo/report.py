@@ -80,9 +80,13 @@ def draw(results: Sequence[Result], path: pathlib.Path) -> None:
     axes.set_title("Training loss of the four ways, one on top of the other")
     axes.set_xlabel("epoch")
     axes.set_ylabel("training loss (cross-entropy)")
-    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(
+        matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1)
+    )
     axes.grid(alpha=0.3)
-    axes.legend(handlelength=6, labelspacing=1.2, borderpad=1.2)
+    axes.legend(
+        handlelength=6, handletextpad=1.5, labelspacing=1.2, borderpad=1.2
+    )
     figure.savefig(path, format="png", dpi=150)
 
 
