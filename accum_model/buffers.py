@@ -154,4 +154,4 @@ class Buffers:
 def concrete(variable: keras.Variable) -> int:
     """The value of a counter, also while a graph is being traced."""
     with tf.init_scope():
-        return int(keras.ops.convert_to_numpy(variable))
+        return int(variable.numpy())

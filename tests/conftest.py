@@ -22,11 +22,16 @@ MODES = {
 
 @pytest.fixture(autouse=True)
 def clean_keras():
-    keras.utils.clear_session()
-    keras.config.set_floatx("float64")
+    use_float("float64")
     keras.utils.set_random_seed(0)
     yield
-    keras.config.set_floatx("float32")
+    use_float("float32")
+
+
+def use_float(dtype):
+    """Keras remembers the policy it made of the first `floatx` it saw."""
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
 
 
 @pytest.fixture(params=MODES)

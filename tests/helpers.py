@@ -7,8 +7,6 @@ from accum_model import AccumCallback
 from accum_model import AccumModel
 from accum_model import AccumOptimizer
 
-WAYS = ("wrap", "functional", "subclass", "callback", "optimizer")
-
 # One float64 rounding per addition, amplified by a few updates of a tiny
 # model, stays far below this.
 EXACT = 1e-10
@@ -111,9 +109,6 @@ def fit_way(way, optimizer, accum_steps, batch_size, data, epochs=2, **kwargs):
     callbacks = []
     if way == "wrap":
         model = AccumModel.wrap(functional(), accum_steps=accum_steps)
-    elif way == "functional":
-        model = AccumModel(*tensors(), accum_steps=accum_steps)
-        with_known_weights(model)
     elif way == "subclass":
         model = subclassed(AccumModel, accum_steps=accum_steps)
     elif way == "callback":

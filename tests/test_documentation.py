@@ -11,8 +11,8 @@ import textwrap
 
 import docutils.core
 import docutils.utils
-import keras
 import pytest
+from conftest import use_float
 
 import accum_model
 
@@ -26,7 +26,7 @@ def blocks(text, language):
 
 
 def test_readme_snippets_run_and_print_what_it_says():
-    keras.config.set_floatx("float32")
+    use_float("float32")
     text = (ROOT / "README.rst").read_text()
     snippets = blocks(text, "python")
     assert len(snippets) == 5
@@ -71,9 +71,9 @@ def modules():
             yield info.name
 
 
-@pytest.mark.parametrize("name", modules())
+@pytest.mark.parametrize("name", list(modules()))
 def test_docstring_examples(name):
-    keras.config.set_floatx("float32")
+    use_float("float32")
     module = importlib.import_module(name)
     results = doctest.testmod(
         module,

@@ -112,6 +112,16 @@ def test_variables_added_by_the_first_call_equal_large_batch():
     helpers.assert_close(model, large)
 
 
+def test_model_from_tensors_equals_large_batch():
+    data = helpers.rows(22)
+    large = helpers.fit_large_batch("adam", 12, data)
+    model = AccumModel(*helpers.tensors(), accum_steps=3)
+    helpers.with_known_weights(model)
+    model.compile("adam", "mse")
+    model.fit(*data, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    helpers.assert_close(model, large)
+
+
 def test_functional_use_leaves_subclassing_alone():
     """Keras rewrites the bases of a class that is called with tensors."""
     AccumModel(*helpers.tensors(), accum_steps=2)
@@ -184,7 +194,7 @@ def test_data_structures_equal_large_batch(case):
         model.compile("adam", None if case == "x" else "mse")
         content = data[0] if as_bare_x else data
         dataset = tf.data.Dataset.from_tensor_slices(content)
-        model.fit(dataset.batch(batch_size), epochs=2, verbose=0)
+        model.fit(dataset.batch(batch_size), epochs=2, shuffle=False, verbose=0)
         return model
 
     large = train(False, 10)
