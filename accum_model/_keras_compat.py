@@ -109,6 +109,11 @@ def record_optimizer(
     return stack
 
 
+def keras_mask(tensor: Any) -> Any:
+    """The mask that Keras has put on a tensor, or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
 def set_optimizer(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None
 ) -> None:

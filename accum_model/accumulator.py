@@ -33,6 +33,8 @@ class Accumulator:
         cycle_length: int64 scalar variable, micro-batches in this cycle.
         weight_sum: Scalar variable, sum of the weights so far; float32, or
             float64 if a buffer is.
+        is_sum: bool scalar variable, True when the update is the sum, not the
+            mean.
     """
 
     def __init__(
@@ -58,18 +60,34 @@ class Accumulator:
         self.weight_sum = add_variable(
             (), dtype=self.weight_dtype, name="weight_sum"
         )
+        self.is_sum = add_variable((), dtype="bool", name="is_sum")
+
+    def mark_sum(self, is_sum: bool) -> None:
+        """Notes whether updates are sums or means; known while tracing."""
+        with tf.init_scope():
+            if bool(self.is_sum.numpy()) != is_sum:
+                self.is_sum.assign(is_sum)
 
     def ends_cycle(self) -> tf.Tensor:
         """True when the next micro-batch is the last one of the cycle."""
         return self.position.value + 1 >= self.cycle_length.value
 
     def accumulate(
-        self, gradients: Sequence[Gradient], weight: tf.Tensor
+        self,
+        gradients: Sequence[Gradient],
+        weight: tf.Tensor,
+        factor: tf.Tensor,
     ) -> None:
         """Adds one micro-batch.
 
         A cycle whose weights are all zero has nothing to apply and starts over
         here, with sums that are zero.
+
+        Args:
+            gradients: Gradients of the micro-batch, one per variable.
+            weight: Its weight, scalar: its share of the denominator.
+            factor: What its gradients are multiplied by, scalar: the weight,
+                with the loss scale taken out.
         """
         for variable, total, gradient in zip(
             self.variables, self.sums, gradients, strict=True
@@ -81,9 +99,9 @@ class Accumulator:
                     tf.maximum(total.value, tf.cast(gradient, total.dtype))
                 )
             elif isinstance(gradient, tf.IndexedSlices):
-                total.value.scatter_add(_weighted(gradient, weight, total))
+                total.value.scatter_add(_weighted(gradient, factor, total))
             else:
-                total.value.assign_add(_weighted(gradient, weight, total))
+                total.value.assign_add(_weighted(gradient, factor, total))
         self._note_missing(gradients, weight)
         self.weight_sum.value.assign_add(weight)
         self.position.value.assign(
@@ -95,6 +113,7 @@ class Accumulator:
         indices: Sequence[int],
         gradients: Sequence[Gradient],
         weight: tf.Tensor,
+        factor: tf.Tensor,
     ) -> list[tf.Tensor]:
         """The mean gradients of the cycle together with a last micro-batch.
 
@@ -102,11 +121,15 @@ class Accumulator:
             indices: Which variables to return the gradient of.
             gradients: Gradients of the last micro-batch, one per variable.
             weight: Weight of the last micro-batch, scalar.
+            factor: What its gradients are multiplied by, scalar.
 
         Returns:
             For each index a tensor of the variable's shape and buffer's dtype.
         """
         total_weight = self.weight_sum.value + weight
+        divisor = tf.where(
+            self.is_sum.value, tf.ones_like(total_weight), total_weight
+        )
         means = []
         for index in indices:
             total, gradient = self.sums[index], gradients[index]
@@ -121,11 +144,11 @@ class Accumulator:
             elif isinstance(gradient, tf.IndexedSlices):
                 # The buffer is zeroed right after: it may hold the last
                 # micro-batch too, and no dense copy of it is made.
-                total.value.scatter_add(_weighted(gradient, weight, total))
+                total.value.scatter_add(_weighted(gradient, factor, total))
                 numerator = tf.convert_to_tensor(total.value)
             else:
-                numerator = total.value + _weighted(gradient, weight, total)
-            means.append(numerator / tf.cast(total_weight, total.dtype))
+                numerator = total.value + _weighted(gradient, factor, total)
+            means.append(numerator / tf.cast(divisor, total.dtype))
         return means
 
     def has_gradient(self, indices: Sequence[int]) -> tf.Tensor:
@@ -174,6 +197,7 @@ class Accumulator:
             "cycle_position": self.position,
             "cycle_length": self.cycle_length,
             "weight_sum": self.weight_sum,
+            "is_sum": self.is_sum,
         }
         if self._missing_weight is not None:
             state["missing_weight"] = self._missing_weight
@@ -190,22 +214,24 @@ class Accumulator:
             self.missing_weight.value.assign_add(mask * weight)
 
 
-def sum_dtype(variable: keras.Variable) -> str:
+def sum_dtype(variable: keras.Variable, accum_dtype: str | None) -> str:
     """The dtype of a buffer: float64 for float64 variables, else float32."""
+    if accum_dtype is not None:
+        return accum_dtype
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return "float64" if dtype == "float64" else "float32"
 
 
 def _weighted(
     gradient: tf.Tensor | tf.IndexedSlices,
-    weight: tf.Tensor,
+    factor: tf.Tensor,
     total: keras.Variable,
 ) -> tf.Tensor | tf.IndexedSlices:
-    weight = tf.cast(weight, total.dtype)
+    factor = tf.cast(factor, total.dtype)
     if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, total.dtype) * weight
+        values = tf.cast(gradient.values, total.dtype) * factor
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, total.dtype) * weight
+    return tf.cast(gradient, total.dtype) * factor
 
 
 def _is_overwritten(variable: keras.Variable) -> bool:

@@ -27,6 +27,8 @@ class Buffers:
         add_variable: Makes a variable of the owning optimizer, see
             `keras.optimizers.Optimizer.add_variable`.
         accum_steps: int >= 1, micro-batches per update.
+        accum_dtype: dtype of the sums, or None for float32 (float64 for
+            float64 variables).
 
     Attributes:
         accum_steps: int64 scalar variable, micro-batches in the next cycles.
@@ -37,7 +39,9 @@ class Buffers:
         variables: Sequence[keras.Variable],
         add_variable: Callable[..., keras.Variable],
         accum_steps: int,
+        accum_dtype: str | None = None,
     ) -> None:
+        self._accum_dtype = accum_dtype
         self._variables = list(variables)
         self._add_variable = add_variable
         self.accum_steps = add_variable(
@@ -84,6 +88,11 @@ class Buffers:
         if self._spare is not None:
             return [self._spare]
         return list(self._cycles.values())
+
+    @property
+    def cycle_length(self) -> tf.Tensor:
+        """Micro-batches in the present cycle, of the first list."""
+        return next(iter(self.all_cycles())).cycle_length.value
 
     def set_accum_steps(self, accum_steps: int) -> None:
         """Sets micro-batches per update, from each next cycle on."""
@@ -141,7 +150,7 @@ class Buffers:
         path = getattr(variable, "path", variable.name)
         return self._add_variable(
             variable.shape,
-            dtype=accumulator.sum_dtype(variable),
+            dtype=accumulator.sum_dtype(variable, self._accum_dtype),
             name=path.replace("/", "_").replace(":", "_") + "_gradient_sum",
         )
 

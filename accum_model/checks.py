@@ -78,6 +78,125 @@ def remainder(value: Any) -> str:
     return value
 
 
+def nonfinite(value: Any) -> str | None:
+    """Checks what happens to gradients that are not finite."""
+    known = (None, "skip_micro_batch", "skip_update", "raise")
+    if not (value is None or isinstance(value, str)) or value not in known:
+        raise ValueError(
+            f"`nonfinite` must be one of {known}. "
+            f"{received('nonfinite', value)} "
+            'Pass "skip_micro_batch" to go on without the bad micro-batch.'
+        )
+    return value
+
+
+def accum_dtype(value: Any) -> str | None:
+    """Checks the dtype of the buffers; None stands for the default."""
+    if value is None:
+        return None
+    try:
+        dtype = keras.backend.standardize_dtype(value)
+    except (ValueError, TypeError):
+        dtype = None
+    if dtype not in ("float16", "bfloat16", "float32", "float64"):
+        raise ValueError(
+            "`accum_dtype` must be None or a float dtype. "
+            f"{received('accum_dtype', value)} Pass None for float32 (float64 "
+            "for float64 variables)."
+        )
+    return dtype
+
+
+def gradient_transform(value: Any) -> Any:
+    """Checks that the transform can be called."""
+    if value is not None and (not callable(value) or isinstance(value, type)):
+        raise TypeError(
+            "`gradient_transform` must be None or a callable (gradients, "
+            f"variables) -> gradients. {received('gradient_transform', value)} "
+            "Pass a function, or an instance such as "
+            "AdaptiveGradientClipping(0.01)."
+        )
+    return value
+
+
+def transformed(
+    gradients: Any, before: list[tf.Tensor], transform: Any
+) -> list[tf.Tensor]:
+    """Checks what a gradient transform returned."""
+    name = getattr(transform, "__name__", type(transform).__name__)
+    if not isinstance(gradients, (list, tuple)) or (
+        len(gradients) != len(before)
+    ):
+        got = (
+            f"{len(gradients)}" if hasattr(gradients, "__len__") else "no list"
+        )
+        raise ValueError(
+            "`gradient_transform` must return one gradient per variable. "
+            f"Received: {got} from {name} for {len(before)} variables. Return "
+            "a list in the order of the variables."
+        )
+    result = []
+    for new, old in zip(gradients, before, strict=True):
+        new = tf.cast(new, old.dtype)
+        if not new.shape.is_compatible_with(old.shape):
+            raise ValueError(
+                "`gradient_transform` must keep the shape of each gradient. "
+                f"Received: shape {tuple(new.shape)} from {name} for a "
+                f"gradient of shape {tuple(old.shape)}. Return gradients in "
+                "the order of the variables."
+            )
+        result.append(new)
+    return result
+
+
+def micro_batch_weight(value: Any) -> tf.Tensor:
+    """Checks what `micro_batch_weight` returned."""
+    tensor = tf.convert_to_tensor(value)
+    tensor = tensor if tensor.dtype.is_floating else tf.cast(tensor, "float64")
+    static = tf.get_static_value(tensor)
+    if tensor.shape.rank != 0 or (static is not None and not static >= 0):
+        raise ValueError(
+            "`micro_batch_weight` must return a scalar >= 0. Received: "
+            f"{'a value of shape ' if tensor.shape.rank else ''}"
+            f"{tuple(tensor.shape) if tensor.shape.rank else static!r}. Return "
+            "the denominator of the mean loss, such as the number of rows."
+        )
+    if static is None:
+        with tf.control_dependencies(
+            [
+                tf.debugging.assert_non_negative(
+                    tensor, "`micro_batch_weight` must return a scalar >= 0."
+                )
+            ]
+        ):
+            tensor = tf.identity(tensor)
+    return tensor
+
+
+def options_in_one_place(first: str, second: str, options: dict) -> None:
+    """Refuses options for an optimizer that has its own."""
+    given = {
+        name: value for name, value in options.items() if value is not None
+    }
+    if given:
+        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(
+            f"Options of {first} must not be given when {second} is there. "
+            f"Received: {listed} ({first}). Pass them to {second}."
+        )
+
+
+def positive_number(name: str, value: Any) -> float:
+    """Returns `value` as a float; raises unless it is a finite number > 0."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ValueError(
+            f"`{name}` must be a finite number > 0. {received(name, value)} "
+            "Leave it out for the default."
+        )
+    return float(value)
+
+
 def verbose(value: Any) -> int:
     """Checks `verbose` of the callback."""
     if isinstance(value, bool) or value not in (0, 1):

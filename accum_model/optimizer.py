@@ -9,6 +9,8 @@ with the inner optimizer. Between updates nothing but the buffers changes.
 """
 
 import contextlib
+import warnings
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -22,8 +24,10 @@ import tensorflow as tf
 from accum_model import buffers
 from accum_model import checks
 from accum_model import ledger
+from accum_model import nonfinite as nonfinite_module
 from accum_model import update
 from accum_model.accumulator import Gradient
+from accum_model.micro_batch import MicroBatch
 
 
 @keras.saving.register_keras_serializable(package="accum_model")
@@ -37,23 +41,38 @@ class AccumOptimizer(keras.optimizers.Optimizer):
 
     Clipping, weight decay, moving averages, constraints and learning-rate
     schedules are those of the inner optimizer and happen once per update.
-    With `accum_steps=1` every call goes straight to the inner optimizer and no
-    buffer exists.
+    With `accum_steps=1`, and no `nonfinite` or `gradient_transform`, every call
+    goes straight to the inner optimizer and no buffer exists.
 
     Args:
         inner_optimizer: Optimizer that makes the updates: a Keras optimizer, or
             the name or config of one. A `keras.optimizers.LossScaleOptimizer`
             belongs inside.
         accum_steps: int >= 1. Micro-batches per update. Defaults to 1.
+        nonfinite: What to do with a micro-batch whose gradient is not finite:
+            `"skip_micro_batch"` leaves it out, numerator and denominator;
+            `"skip_update"` discards its cycle, at the usual end; `"raise"` is
+            an error that names it (inside XLA, which cannot raise, the cycle
+            is discarded). None does not look, except around a
+            `LossScaleOptimizer`, where it means `"skip_update"`. Defaults to
+            None.
+        accum_dtype: Float dtype of the buffers, or None for float32 (float64
+            for float64 variables). Defaults to None.
+        gradient_transform: Callable `(gradients, variables) -> gradients`,
+            called once per update on the averaged gradients, before the inner
+            optimizer's clipping; `AdaptiveGradientClipping` is one. To be
+            saved it must be registered with Keras. Defaults to None.
         name: Name of the optimizer, or None for a generated one.
 
     Attributes:
         inner_optimizer: The optimizer that makes the updates.
 
     Raises:
-        TypeError: If `inner_optimizer` is not an optimizer.
-        ValueError: If `accum_steps` is not an int >= 1, or the inner optimizer
-            accumulates gradients itself.
+        TypeError: If `inner_optimizer` is not an optimizer, or
+            `gradient_transform` is not callable.
+        ValueError: If `accum_steps` is not an int >= 1, `nonfinite` or
+            `accum_dtype` is unknown, or the inner optimizer accumulates
+            gradients itself.
 
     Example:
         >>> import keras, numpy as np
@@ -71,9 +90,16 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         self,
         inner_optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
         accum_steps: int = 1,
+        *,
+        nonfinite: str | None = None,
+        accum_dtype: str | None = None,
+        gradient_transform: Callable[..., Any] | None = None,
         name: str | None = None,
     ) -> None:
         accum_steps = checks.accum_steps(accum_steps)
+        nonfinite = checks.nonfinite(nonfinite)
+        accum_dtype = checks.accum_dtype(accum_dtype)
+        gradient_transform = checks.gradient_transform(gradient_transform)
         inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
         checks.not_nested("inner_optimizer", inner_optimizer, AccumOptimizer)
         checks.accumulates_once("inner_optimizer", inner_optimizer)
@@ -82,11 +108,19 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             learning_rate=lambda: self.inner_optimizer.learning_rate, name=name
         )
         self.inner_optimizer = inner_optimizer
+        self.nonfinite = nonfinite
+        self.accum_dtype = accum_dtype
+        self.gradient_transform = gradient_transform
         self._accum_steps = accum_steps
-        self._has_schedule = False
+        # Buffers are needed for more than accum_steps: for what looks at the
+        # gradients of an update.
+        self._needs_buffers = bool(nonfinite or gradient_transform)
+        self._guard: nonfinite_module.Guard | None = None
         self._buffers: buffers.Buffers | None = None
         self._ledger: ledger.RowLedger | None = None
-        self._ambient_rows: tf.Tensor | None = None
+        self._micro_batch: MicroBatch | None = None
+        self._penalty: Callable[[], tf.Tensor | None] = lambda: None
+        self._has_warned_of_denominators = False
         self._was_traced_without_buffers = False
         # True when what was collected does not belong to the next `fit`.
         self.partial_cycle_is_stale = False
@@ -121,11 +155,25 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         return sum(buffers.concrete(cycle.position) for cycle in cycles)
 
     @property
+    def num_skipped_micro_batches(self) -> int:
+        """Micro-batches left out because a gradient was not finite."""
+        if self._guard is None:
+            return 0
+        return buffers.concrete(self._guard.num_skipped_micro_batches)
+
+    @property
+    def num_skipped_updates(self) -> int:
+        """Cycles discarded because a gradient was not finite."""
+        if self._guard is None:
+            return 0
+        return buffers.concrete(self._guard.num_skipped_updates)
+
+    @property
     def is_accumulating(self) -> bool:
         """True when there are buffers, or will be once it is built."""
         return (
             self._buffers is not None
-            or self._has_schedule
+            or self._needs_buffers
             or self._accum_steps > 1
         )
 
@@ -171,7 +219,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         training step that was compiled before has to be made again.
         """
         self._was_traced_without_buffers = False
-        self._has_schedule = True
+        self._needs_buffers = True
         if self.built and self._buffers is None:
             self._add_buffers()
 
@@ -221,7 +269,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             weight: The mean loss's denominator, scalar >= 0, such as the rows
                 of the micro-batch. None means equal shares, except inside
                 `fit` of an `AccumModel` or with an `AccumCallback`, where it
-                means the rows of the batch.
+                means what the loss of the batch is divided by.
 
         Raises:
             ValueError: If there is no gradient at all, or not one item of
@@ -253,15 +301,8 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         checks.same_number(grads, trainable_variables)
         update.warn_of_missing(grads, trainable_variables)
         cycle = self._buffers.cycle_of(trainable_variables)
-        if weight is None:
-            weight = 1 if self._ambient_rows is None else self._ambient_rows
-        weight = checks.weight(weight, cycle.weight_dtype)
-        can_update = cycle.weight_sum.value + weight > 0
-        tf.cond(
-            tf.logical_and(cycle.ends_cycle(), can_update),
-            lambda: self._update(cycle, grads, weight, self._ambient_rows),
-            lambda: self._collect(cycle, grads, weight),
-        )
+        weight = self._weigh(cycle, weight)
+        self._take(cycle, grads, weight)
         super().iterations.assign_add(1)
 
     def apply_gradients(
@@ -275,16 +316,16 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         return self.iterations
 
     @contextlib.contextmanager
-    def micro_batch(self, num_rows: tf.Tensor) -> Iterator[None]:
-        """Weights calls of `apply` inside the block by `num_rows`.
+    def micro_batch(self, batch: MicroBatch) -> Iterator[None]:
+        """Weights calls of `apply` inside the block by what `batch` says.
 
         For training steps whose code calls `apply` without a weight.
         """
-        before, self._ambient_rows = self._ambient_rows, num_rows
+        before, self._micro_batch = self._micro_batch, batch
         try:
             yield
         finally:
-            self._ambient_rows = before
+            self._micro_batch = before
 
     def flush(self) -> None:
         """Applies what a partial cycle has collected, divided by its weight.
@@ -296,16 +337,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         for cycle in self._buffers.all_cycles():
             if tf.executing_eagerly() and int(cycle.position.value) == 0:
                 continue
-            nothing = [None] * len(cycle.variables)
-            tf.cond(
-                cycle.weight_sum.value > 0,
-                lambda cycle=cycle, nothing=nothing: self._update(
-                    cycle, nothing, tf.zeros((), cycle.weight_dtype), 0
-                ),
-                lambda cycle=cycle: cycle.reset(
-                    self._buffers.accum_steps.value
-                ),
-            )
+            self._finish_cycle(cycle)
 
     def reset(self) -> None:
         """Discards what a partial cycle has collected."""
@@ -317,6 +349,12 @@ class AccumOptimizer(keras.optimizers.Optimizer):
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Scales the loss as the inner optimizer does."""
+        batch = self._micro_batch
+        if batch is not None and self.is_accumulating:
+            length = self._accum_steps
+            if self._buffers is not None:
+                length = self._buffers.cycle_length
+            loss = batch.numerator(loss, length)
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(
@@ -333,19 +371,130 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         if not tf.executing_eagerly():
             self._was_traced_without_buffers = True
         self.inner_optimizer.apply(grads, variables)
-        if self._ledger is not None and self._ambient_rows is not None:
-            self._ledger.settle(self._ambient_rows)
+        if self._ledger is not None and self._micro_batch is not None:
+            self._ledger.settle(self._micro_batch.num_rows)
 
-    def _collect(self, cycle, grads, weight):
-        cycle.accumulate(grads, weight)
-        if self._ledger is not None and self._ambient_rows is not None:
-            self._ledger.add(self._ambient_rows)
+    def _weigh(self, cycle, weight):
+        """The weight of a call: as given, of the micro-batch, or one."""
+        batch = self._micro_batch
+        is_sum = False
+        if weight is None:
+            weight = 1
+            if batch is not None:
+                weight, is_sum = batch.weight, batch.is_sum
+                self._warn_of_denominators(batch)
+        weight = checks.weight(weight, cycle.weight_dtype)
+        cycle.mark_sum(is_sum)
+        self._penalty = batch.penalty if is_sum else lambda: None
+        return weight
 
-    def _update(self, cycle, grads, weight, num_rows):
-        update.apply_mean(self.inner_optimizer, cycle, grads, weight)
+    def _take(self, cycle, grads, weight):
+        """Adds a micro-batch to its cycle; updates if that ends with it."""
+        guard, scaling = self._guard, self._scaling
+        # A loss scale may change within a cycle: sums are kept without it.
+        scale = 1 if scaling is None else scaling.dynamic_scale.value
+        scale = tf.cast(scale, cycle.weight_dtype)
+        num_rows = self._micro_batch and self._micro_batch.num_rows
+        if guard is not None:
+            grads, weight, is_finite = guard.select(
+                grads, weight, cycle.position.value
+            )
+            if scaling is not None and guard.policy == "skip_micro_batch":
+                nonfinite_module.lower_loss_scale(
+                    scaling, tf.logical_not(is_finite)
+                )
+        factor = weight / scale
+        is_last = cycle.ends_cycle()
+        if guard is None:
+            # A cycle without weight has nothing to apply and starts over.
+            has_weight = cycle.weight_sum.value + weight > 0
+            is_last = tf.logical_and(is_last, has_weight)
+
+        def collect():
+            cycle.accumulate(grads, weight, factor)
+            if self._ledger is not None and num_rows is not None:
+                self._ledger.add(num_rows)
+
+        tf.cond(
+            is_last,
+            lambda: self._finish_cycle(cycle, grads, weight, factor, num_rows),
+            collect,
+        )
+
+    def _finish_cycle(
+        self, cycle, grads=None, weight=None, factor=None, num_rows=0
+    ):
+        """Updates with a cycle and its last micro-batch, if there is one."""
+        if grads is None:
+            grads = [None] * len(cycle.variables)
+            weight = factor = tf.zeros((), cycle.weight_dtype)
+        total_weight = cycle.weight_sum.value + weight
+        guard, scaling = self._guard, self._scaling
+
+        def apply():
+            update.apply_mean(
+                self.inner_optimizer, cycle, grads, weight, factor, self._finish
+            )
+            if guard is not None:
+                guard.close_cycle(is_discarded=False)
+            if self._ledger is not None and num_rows is not None:
+                self._ledger.settle(num_rows)
+
+        def discard():
+            if guard is not None:
+                if scaling is not None and guard.policy != "skip_micro_batch":
+                    nonfinite_module.lower_loss_scale(
+                        scaling, guard.is_spoiled.value
+                    )
+                guard.close_cycle(is_discarded=True)
+            if self._ledger is not None:
+                self._ledger.discard()
+
+        if guard is not None:
+            tf.cond(guard.must_discard(total_weight), discard, apply)
+        elif num_rows == 0:  # A flush, of a cycle that may be without weight.
+            tf.cond(total_weight > 0, apply, discard)
+        else:
+            apply()
         cycle.reset(self._buffers.accum_steps.value)
-        if self._ledger is not None and num_rows is not None:
-            self._ledger.settle(num_rows)
+
+    def _finish(self, means, variables):
+        """From mean gradients to those that the inner optimizer is given."""
+        with tf.GradientTape() as tape:
+            penalty = self._penalty()
+        if penalty is not None:
+            for index, extra in enumerate(tape.gradient(penalty, variables)):
+                if extra is not None:
+                    means[index] += tf.cast(extra, means[index].dtype)
+        if self.gradient_transform is not None:
+            means = checks.transformed(
+                self.gradient_transform(list(means), variables),
+                means,
+                self.gradient_transform,
+            )
+        if self._scaling is not None:
+            scale = self._scaling.dynamic_scale.value
+            means = [mean * tf.cast(scale, mean.dtype) for mean in means]
+        return means
+
+    @property
+    def _scaling(self):
+        """The inner optimizer if it scales the loss."""
+        inner = self.inner_optimizer
+        is_scaling = isinstance(inner, keras.optimizers.LossScaleOptimizer)
+        return inner if is_scaling else None
+
+    def _warn_of_denominators(self, batch):
+        if batch.has_mixed_denominators and (
+            not self._has_warned_of_denominators
+        ):
+            self._has_warned_of_denominators = True
+            warnings.warn(
+                "The outputs' losses are divided by different numbers (other "
+                "masks, sample weights or reductions). Batches are weighted by "
+                "their rows, which is not exactly the large batch.",
+                stacklevel=2,
+            )
 
     # Building.
 
@@ -365,8 +514,16 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             # While calls were passed through, the own counter stood still.
             super().iterations.assign(self.iterations)
             self._buffers = buffers.Buffers(
-                self._trainable_variables, self.add_variable, self._accum_steps
+                self._trainable_variables,
+                self.add_variable,
+                self._accum_steps,
+                self.accum_dtype,
             )
+            policy = self.nonfinite
+            if policy is None and self._scaling is not None:
+                policy = "skip_update"
+            if policy is not None:
+                self._guard = nonfinite_module.Guard(policy, self.add_variable)
 
     # Saving.
 
@@ -378,13 +535,23 @@ class AccumOptimizer(keras.optimizers.Optimizer):
                 self.inner_optimizer
             ),
             "accum_steps": self.accum_steps,
+            "nonfinite": self.nonfinite,
+            "accum_dtype": self.accum_dtype,
+            "gradient_transform": keras.saving.serialize_keras_object(
+                self.gradient_transform
+            ),
         }
+
+    def _guard_state(self):
+        return {} if self._guard is None else self._guard.state()
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
         """Writes the state of the cycle; the inner optimizer's is apart."""
         if self._buffers is not None:
             store["num_micro_batches"] = super().iterations.numpy()
             self._buffers.save(store)
+            for name, variable in self._guard_state().items():
+                store[name] = variable.numpy()
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Takes over the state of a saved cycle.
@@ -400,6 +567,9 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             if self._buffers is None:
                 self.start_accumulating()
             self._buffers.load(store)
+            for name, variable in self._guard_state().items():
+                if name in store.keys():
+                    variable.assign(store[name])
             super().iterations.assign(store["num_micro_batches"])
         elif store.keys():
             self.inner_optimizer.load_own_variables(store)
@@ -417,5 +587,8 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         config = dict(config)
         config["inner_optimizer"] = keras.saving.deserialize_keras_object(
             config["inner_optimizer"], custom_objects=custom_objects
+        )
+        config["gradient_transform"] = keras.saving.deserialize_keras_object(
+            config.get("gradient_transform"), custom_objects=custom_objects
         )
         return cls(**config)

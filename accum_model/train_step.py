@@ -4,6 +4,7 @@ The step itself is the model's own, Keras's or written by its author. What is
 added is the weight of the micro-batch, which the optimizer picks up.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,15 @@ from typing import Any
 import keras
 
 from accum_model import _keras_compat
-from accum_model import loss_weight
+from accum_model import data_rows
+from accum_model import micro_batch
 from accum_model.optimizer import AccumOptimizer
 
 Step = Callable[[Any], Any]
 
 
 def run(model: keras.Model, step: Step, data: Any) -> Any:
-    """Runs `step` on one micro-batch, weighted by its rows.
+    """Runs `step` on one micro-batch, weighted by its loss's denominator.
 
     Args:
         model: The model that `step` trains.
@@ -33,7 +35,11 @@ def run(model: keras.Model, step: Step, data: Any) -> Any:
         return step(data)
     if not (optimizer.is_accumulating or optimizer.counts_rows):
         return step(data)
-    with optimizer.micro_batch(loss_weight.num_rows(data)):
+    batch = micro_batch.MicroBatch(data_rows.num_rows(data))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(optimizer.micro_batch(batch))
+        if optimizer.is_accumulating:
+            stack.enter_context(batch.watch(model))
         return step(data)
 
 

@@ -4,6 +4,7 @@ Also what is said about variables that have no gradient.
 """
 
 import warnings
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import keras
@@ -18,6 +19,8 @@ def apply_mean(
     cycle: Accumulator,
     grads: Sequence[Gradient],
     weight: tf.Tensor,
+    factor: tf.Tensor,
+    finish: Callable[..., list[tf.Tensor]],
 ) -> None:
     """Updates with the mean of a cycle and its last micro-batch.
 
@@ -30,6 +33,9 @@ def apply_mean(
         grads: Gradients of the last micro-batch, one per variable; all None
             to update with what was collected.
         weight: Weight of the last micro-batch, scalar.
+        factor: What its gradients are multiplied by, scalar.
+        finish: Called with the mean gradients and their variables; what it
+            returns is applied.
     """
     everything = range(len(cycle.variables))
     present = [j for j in everything if grads[j] is not None]
@@ -37,10 +43,9 @@ def apply_mean(
 
     def apply_to(indices):
         if indices:
-            inner_optimizer.apply(
-                cycle.average(indices, grads, weight),
-                [cycle.variables[j] for j in indices],
-            )
+            variables = [cycle.variables[j] for j in indices]
+            means = cycle.average(indices, grads, weight, factor)
+            inner_optimizer.apply(finish(means, variables), variables)
 
     if not absent:
         apply_to(present)

@@ -1,8 +1,4 @@
-"""The weight of a micro-batch: the denominator of its mean loss.
-
-A micro-batch counts by its rows, so that the sum over a cycle is the mean loss
-of all rows of the cycle.
-"""
+"""How many rows a batch has, whatever its structure."""
 
 from typing import Any
 

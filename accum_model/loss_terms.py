@@ -1,0 +1,160 @@
+"""What the compiled loss divides by, seen while Keras computes it.
+
+Keras reduces per-element losses :math:`l_e` with sample weights :math:`s_e` and
+a mask :math:`m_e` to a quotient. Its denominator is
+
+==============================  =============================================
+reduction                       denominator
+==============================  =============================================
+`sum_over_batch_size`, `mean`   number of elements, or of valid ones if masked
+`mean_with_sample_weight`       sum of the sample weights of valid elements
+`sum`, `none`, None             none: a sum is not divided
+==============================  =============================================
+
+`keras.losses.Loss.__call__` is watched for the time of one call of
+`compute_loss`, because what it reduces is known nowhere else.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accum_model import _keras_compat
+
+_SUMS = ("sum", "none", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """The loss of one output: how it was reduced, and what.
+
+    Attributes:
+        reduction: The reduction of the loss.
+        values: Losses per element, as `call` returned them; None when the loss
+            has a `__call__` of its own.
+        mask: Valid elements, or None for all.
+        sample_weight: As handed to the loss, or None.
+    """
+
+    reduction: str | None
+    values: tf.Tensor | None
+    mask: tf.Tensor | None
+    sample_weight: Any
+
+    @property
+    def is_sum(self) -> bool:
+        """True when the loss is not divided by anything."""
+        return self.values is not None and self.reduction in _SUMS
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for terms whose denominators grow in step with each other."""
+        if self.values is None or self.values.shape.rank == 0:
+            return ("rows",)
+        if self.is_sum:
+            return ("sum",)
+        mask = None if self.mask is None else id(self.mask)
+        if self.reduction != "mean_with_sample_weight":
+            return ("rows",) if mask is None else ("valid", mask)
+        if self.sample_weight is None:
+            return ("rows",) if mask is None else ("valid", mask)
+        return ("weight", mask, id(self.sample_weight))
+
+    def denominator(self) -> tf.Tensor | None:
+        """Scalar, or None where only the rows can tell."""
+        if self.values is None or self.values.shape.rank == 0:
+            return None
+        values = self.values
+        num_elements = tf.cast(tf.size(values), values.dtype)
+        is_weighted = (
+            self.reduction == "mean_with_sample_weight"
+            and self.sample_weight is not None
+        )
+        if self.mask is None and not is_weighted:
+            return num_elements
+        mask = self.mask
+        if mask is not None:
+            mask = tf.cast(mask, values.dtype)
+        if not is_weighted:
+            share = num_elements / tf.cast(tf.size(mask), values.dtype)
+            if self.reduction == "mean_with_sample_weight":
+                return tf.reduce_sum(mask)
+            return tf.reduce_sum(mask) * share
+        weight = tf.cast(self.sample_weight, values.dtype)
+        if mask is not None:
+            weight, mask = _same_rank(weight, mask)
+            weight = weight * mask
+        return tf.reduce_sum(weight)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Term]]:
+    """Collects the terms of the losses called inside the block."""
+    terms: list[Term] = []
+    original = keras.losses.Loss.__call__
+    is_inside = False
+
+    def recording_call(self, y_true, y_pred, sample_weight=None):
+        nonlocal is_inside
+        if is_inside:  # A loss that calls another one reduces for itself.
+            return original(self, y_true, y_pred, sample_weight)
+        values = []
+        call = self.call
+
+        def recording(*args, **kwargs):
+            values.append(call(*args, **kwargs))
+            return values[-1]
+
+        is_inside = True
+        try:
+            with _keras_compat.instance_attribute(self, "call", recording):
+                result = original(self, y_true, y_pred, sample_weight)
+        finally:
+            is_inside = False
+        value = values[-1] if values else None
+        masks = [
+            mask
+            for mask in map(_keras_compat.keras_mask, (y_pred, value))
+            if mask is not None
+        ]
+        mask = masks[0] if len(masks) == 1 else None
+        if len(masks) == 2:
+            mask = tf.logical_and(*(tf.cast(m, "bool") for m in masks))
+        if value is not None:
+            value = tf.convert_to_tensor(value)
+        terms.append(Term(self.reduction, value, mask, sample_weight))
+        return result
+
+    keras.losses.Loss.__call__ = recording_call
+    try:
+        yield terms
+    finally:
+        keras.losses.Loss.__call__ = original
+
+
+def is_sum(terms: Sequence[Term]) -> bool:
+    """True when no term is divided: the whole loss is a sum over rows."""
+    return bool(terms) and all(term.is_sum for term in terms)
+
+
+def have_one_denominator(terms: Sequence[Term]) -> bool:
+    """True when all terms are divided by the same, up to a constant."""
+    return len({term.kind for term in terms}) <= 1
+
+
+def _same_rank(one: tf.Tensor, other: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Keras's rule for a trailing axis of one."""
+    if one.shape.rank == other.shape.rank + 1 and one.shape[-1] == 1:
+        if other.shape.rank == 1:
+            return one, tf.expand_dims(other, -1)
+        return tf.squeeze(one, -1), other
+    if other.shape.rank == one.shape.rank + 1 and other.shape[-1] == 1:
+        if one.shape.rank == 1:
+            return tf.expand_dims(one, -1), other
+        return one, tf.squeeze(other, -1)
+    return one, other

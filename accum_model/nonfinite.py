@@ -1,0 +1,140 @@
+"""Gradients that are not finite: kept out, counted, acted on.
+
+A micro-batch with an infinite or NaN gradient leaves the buffers as they are,
+numerator and denominator alike. Nothing is multiplied by zero, which NaN would
+survive: values are selected.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from accum_model.accumulator import Gradient
+
+POLICIES = (None, "skip_micro_batch", "skip_update", "raise")
+
+
+class Guard:
+    """Keeps what is not finite out of the buffers.
+
+    Args:
+        policy: `"skip_micro_batch"`: the cycle goes on without it.
+            `"skip_update"`: the cycle is discarded at its usual end.
+            `"raise"`: an error.
+        add_variable: Makes a variable of the owning optimizer.
+
+    Attributes:
+        num_skipped_micro_batches: int64 scalar variable, since the start.
+        num_skipped_updates: int64 scalar variable, since the start.
+        is_spoiled: bool scalar variable: the cycle held a bad micro-batch.
+    """
+
+    def __init__(
+        self, policy: str, add_variable: Callable[..., keras.Variable]
+    ) -> None:
+        self.policy = policy
+        self.num_skipped_micro_batches = add_variable(
+            (), dtype="int64", name="skipped_micro_batches"
+        )
+        self.num_skipped_updates = add_variable(
+            (), dtype="int64", name="skipped_updates"
+        )
+        self.is_spoiled = add_variable((), dtype="bool", name="is_spoiled")
+
+    def select(
+        self,
+        grads: Sequence[Gradient],
+        weight: tf.Tensor,
+        position: tf.Tensor,
+    ) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
+        """Replaces a bad micro-batch by nothing.
+
+        Args:
+            grads: Gradients of the micro-batch.
+            weight: Its weight, scalar.
+            position: Micro-batches in the cycle before it, scalar.
+
+        Returns:
+            Gradients and weight, zero if any of them was not finite; and a
+            bool scalar, True if all were.
+        """
+        is_finite = tf.reduce_all(
+            [
+                tf.reduce_all(tf.math.is_finite(_values(gradient)))
+                for gradient in (*grads, weight)
+                if gradient is not None
+            ]
+        )
+        if self.policy == "raise":
+            tf.debugging.Assert(
+                is_finite,
+                [
+                    "A gradient is not finite in micro-batch",
+                    position + 1,
+                    "of the cycle. Pass nonfinite='skip_micro_batch' or "
+                    "'skip_update' to go on without it.",
+                ],
+            )
+        self.num_skipped_micro_batches.assign_add(
+            tf.cast(tf.logical_not(is_finite), "int64")
+        )
+        self.is_spoiled.assign(
+            tf.logical_or(self.is_spoiled.value, tf.logical_not(is_finite))
+        )
+        return (
+            [_where(is_finite, gradient) for gradient in grads],
+            tf.where(is_finite, weight, tf.zeros_like(weight)),
+            is_finite,
+        )
+
+    def must_discard(self, total_weight: tf.Tensor) -> tf.Tensor:
+        """True when the cycle that ends here is not to be applied."""
+        has_nothing = tf.logical_not(total_weight > 0)
+        if self.policy == "skip_micro_batch":
+            return has_nothing
+        return tf.logical_or(has_nothing, self.is_spoiled.value)
+
+    def close_cycle(self, is_discarded: bool) -> None:
+        """Counts what was discarded and forgets about the cycle."""
+        if is_discarded:
+            self.num_skipped_updates.assign_add(
+                tf.cast(self.is_spoiled.value, "int64")
+            )
+        self.is_spoiled.assign(tf.constant(False))
+
+    def state(self) -> dict[str, keras.Variable]:
+        """All variables by the name under which they are saved."""
+        return {
+            "skipped_micro_batches": self.num_skipped_micro_batches,
+            "skipped_updates": self.num_skipped_updates,
+            "is_spoiled": self.is_spoiled,
+        }
+
+
+def lower_loss_scale(
+    optimizer: keras.optimizers.LossScaleOptimizer, condition: tf.Tensor
+) -> None:
+    """Halves the loss scale where `condition` is True, as Keras does."""
+    scale, steps = optimizer.dynamic_scale, optimizer.step_counter
+    scale.assign(tf.where(condition, scale.value * 0.5, scale.value))
+    steps.assign(tf.where(condition, tf.zeros_like(steps.value), steps.value))
+
+
+def _values(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    return gradient
+
+
+def _where(condition, gradient):
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.where(
+            condition, gradient.values, tf.zeros_like(gradient.values)
+        )
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    return tf.where(condition, gradient, tf.zeros_like(gradient))
