@@ -12,6 +12,7 @@ from accum_model.batch_size import accum_steps_for
 from accum_model.batch_size import effective_batch_size
 from accum_model.batch_size import updates_per_epoch
 from accum_model.callback import AccumCallback
+from accum_model.gradient_clipping import AdaptiveGradientClipping
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
 
@@ -19,6 +20,7 @@ __all__ = [
     "AccumCallback",
     "AccumModel",
     "AccumOptimizer",
+    "AdaptiveGradientClipping",
     "__version__",
     "accum_steps_for",
     "effective_batch_size",

@@ -5,6 +5,8 @@ step that passes weights to it; an `AccumModel` has both and only receives the
 settings. `detach` leaves the model as it was.
 """
 
+from typing import Any
+
 import keras
 
 from accum_model import _keras_compat
@@ -15,7 +17,10 @@ from accum_model.optimizer import AccumOptimizer
 
 
 def attach(
-    model: keras.Model, accum_steps: int | None, needs_buffers: bool
+    model: keras.Model,
+    accum_steps: int | None,
+    needs_buffers: bool,
+    options: dict[str, Any],
 ) -> "Attachment":
     """Makes `model` accumulate until the attachment is detached.
 
@@ -23,10 +28,11 @@ def attach(
         model: A compiled model.
         accum_steps: int >= 1, or None for the model's own value.
         needs_buffers: True to make buffers although `accum_steps` is 1.
+        options: Other arguments of the accumulating optimizer, by name.
     """
     is_accum_model = isinstance(model, AccumModel)
     kind = AccumModelAttachment if is_accum_model else PlainAttachment
-    return kind(model, accum_steps, needs_buffers)
+    return kind(model, accum_steps, needs_buffers, options)
 
 
 class Attachment:
@@ -45,8 +51,10 @@ class Attachment:
         model: keras.Model,
         accum_steps: int | None,
         needs_buffers: bool,
+        options: dict[str, Any],
     ) -> None:
         self._model = model
+        self._options = options
         self._accum_steps = accum_steps
         self._needs_buffers = needs_buffers
         self._record = _keras_compat.compile_record(model)
@@ -119,7 +127,9 @@ class PlainAttachment(Attachment):
         found = nesting.find(self._model.optimizer)
         if found is not None:
             return found
-        return AccumOptimizer(self._model.optimizer, self._accum_steps or 1)
+        return AccumOptimizer(
+            self._model.optimizer, self._accum_steps or 1, **self._options
+        )
 
     def _attach(self):
         model = self._model

@@ -4,6 +4,7 @@ For the time of `fit` it puts accumulation on the model, ends cycles where
 epochs end, and adds what was done to the logs.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,6 +48,11 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             on with it in the next epoch, and in the next `fit` with this same
             object; `"drop"` discards it. Defaults to None: the model's own, or
             `"flush"` where it has none.
+        nonfinite: As for `AccumOptimizer`. Micro-batches and updates that were
+            skipped appear in the epoch logs as `skipped_micro_batches` and
+            `skipped_updates`, when there were any. Defaults to None.
+        accum_dtype: As for `AccumOptimizer`. Defaults to None.
+        gradient_transform: As for `AccumOptimizer`. Defaults to None.
         verbose: 0 or 1. With 1 the line is printed. Defaults to 1.
 
     Raises:
@@ -71,11 +77,19 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         self,
         accum_steps: int | Mapping[int, int] | None = None,
         remainder: str | None = None,
+        nonfinite: str | None = None,
+        accum_dtype: str | None = None,
+        gradient_transform: Callable[..., Any] | None = None,
         verbose: int = 1,
     ) -> None:
         super().__init__("flush" if remainder is None else remainder)
         self.accum_steps = checks.accum_steps_or_schedule(accum_steps)
         self.verbose = checks.verbose(verbose)
+        self._options = {
+            "nonfinite": checks.nonfinite(nonfinite),
+            "accum_dtype": checks.accum_dtype(accum_dtype),
+            "gradient_transform": checks.gradient_transform(gradient_transform),
+        }
         self._remainder_is_given = remainder is not None
         self._attachment: attachment.Attachment | None = None
 
@@ -84,6 +98,11 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         checks.keras_model("model", model)
         checks.compiled(model)
         self._check_accum_steps(model)
+        optimizer = nesting.find_in(model)
+        if optimizer is not None:
+            checks.options_in_one_place(
+                "AccumCallback", type(optimizer).__name__, self._options
+            )
         super().set_model(model)
         callback_list = _keras_compat.calling_callback_list(self)
         if callback_list is not None:
@@ -100,7 +119,10 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             self.remainder = self.model.remainder
         if self._attachment is None or not self._attachment.fits(self.model):
             self._attachment = attachment.attach(
-                self.model, self._first_accum_steps(), self._needs_buffers()
+                self.model,
+                self._first_accum_steps(),
+                self._needs_buffers(),
+                self._options,
             )
         self._attachment.attach()
         if not self._attachment.fit_cleans_up:
@@ -127,6 +149,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         if isinstance(self.accum_steps, dict):
             optimizer.accum_steps = schedule.value_at(self.accum_steps, epoch)
         self._updates_before = int(optimizer.iterations.numpy())
+        self._skipped_before = self._skipped()
         self._rows_before = int(optimizer.count_rows().num_applied.numpy())
         super().on_epoch_begin(epoch, logs)
 
@@ -145,6 +168,9 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             rows / updates if updates else float("nan")
         )
         logs["updates"] = updates
+        for name, number in self._skipped().items():
+            if number > self._skipped_before[name]:
+                logs[name] = number - self._skipped_before[name]
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Takes accumulation off the model."""
@@ -168,6 +194,13 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             is_carried = self.remainder == "carry"
             self._attachment.optimizer.partial_cycle_is_stale = not is_carried
             self.close_fit()
+
+    def _skipped(self):
+        optimizer = self.accum_optimizer
+        return {
+            "skipped_micro_batches": optimizer.num_skipped_micro_batches,
+            "skipped_updates": optimizer.num_skipped_updates,
+        }
 
     def _is_attached(self):
         return self._attachment is not None and self._attachment.is_attached

@@ -6,6 +6,7 @@ sees to the ends of epochs.
 """
 
 import contextlib
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from accum_model import nesting
 from accum_model import train_step
 from accum_model import variant
 from accum_model.optimizer import AccumOptimizer
+from accum_model.settings import Settings
 
 
 @keras.saving.register_keras_serializable(package="accum_model")
@@ -42,6 +44,9 @@ class AccumModel(keras.Model):
             `"flush"` applies it, divided by what was collected; `"carry"` goes
             on with it in the next epoch; `"drop"` discards it. Defaults to
             `"flush"`.
+        nonfinite: As for `AccumOptimizer`. Defaults to None.
+        accum_dtype: As for `AccumOptimizer`. Defaults to None.
+        gradient_transform: As for `AccumOptimizer`. Defaults to None.
         **kwargs: As for `keras.Model`, such as `name`.
 
     Attributes:
@@ -50,8 +55,9 @@ class AccumModel(keras.Model):
         remainder: See above. May be set between calls of `fit`.
 
     Raises:
-        ValueError: If `accum_steps` is not an int >= 1, or `remainder` is
-            unknown.
+        TypeError: If `gradient_transform` is not callable.
+        ValueError: If `accum_steps` is not an int >= 1, or `remainder`,
+            `nonfinite` or `accum_dtype` is unknown.
 
     Example:
         >>> import keras
@@ -68,9 +74,14 @@ class AccumModel(keras.Model):
         *args: Any,
         accum_steps: int | None = checks.NOT_GIVEN,
         remainder: str = "flush",
+        nonfinite: str | None = None,
+        accum_dtype: str | None = None,
+        gradient_transform: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        settings = _Settings(accum_steps, remainder)
+        settings = Settings(
+            accum_steps, remainder, nonfinite, accum_dtype, gradient_transform
+        )
         functional = _keras_compat.functional_class()
         if _is_functional(args, kwargs) and not isinstance(self, functional):
             # Before Keras would rewrite the bases of AccumModel, and with them
@@ -83,8 +94,11 @@ class AccumModel(keras.Model):
     def wrap(
         cls,
         model: keras.Model,
-        accum_steps: int = 1,
+        accum_steps: int = checks.NOT_GIVEN,
         remainder: str = "flush",
+        nonfinite: str | None = None,
+        accum_dtype: str | None = None,
+        gradient_transform: Callable[..., Any] | None = None,
     ) -> "AccumModel":
         """Returns an accumulating model around the layers of `model`.
 
@@ -96,6 +110,9 @@ class AccumModel(keras.Model):
             model: Functional, Sequential or subclassed model, compiled or not.
             accum_steps: int >= 1. Batches per update. Defaults to 1.
             remainder: `"flush"`, `"carry"` or `"drop"`. Defaults to `"flush"`.
+            nonfinite: As for `AccumOptimizer`. Defaults to None.
+            accum_dtype: As for `AccumOptimizer`. Defaults to None.
+            gradient_transform: As for `AccumOptimizer`. Defaults to None.
 
         Raises:
             TypeError: If `model` is not a Keras 3 model.
@@ -110,7 +127,9 @@ class AccumModel(keras.Model):
             >>> print(model.accum_steps, model.optimizer.inner_optimizer.name)
             4 adam
         """
-        settings = _Settings(accum_steps, remainder)
+        settings = Settings(
+            accum_steps, remainder, nonfinite, accum_dtype, gradient_transform
+        )
         model = checks.keras_model("model", model)
         checks.not_wrapped(model, AccumModel)
         if model.compiled:
@@ -169,6 +188,28 @@ class AccumModel(keras.Model):
         optimizer = nesting.find_in(self)
         if optimizer is not None:
             optimizer.reset()
+
+    def micro_batch_weight(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any
+    ) -> Any:
+        """The weight of a batch, to be overridden: its loss's denominator.
+
+        Needed only where the loss is a mean over something that the package
+        cannot see, such as in a `compute_loss` of the model's own, which is
+        taken to be a mean over rows.
+
+        Args:
+            x: Inputs of the batch.
+            y: Targets of the batch, or None.
+            y_pred: Outputs of the model.
+            sample_weight: Sample weights of the batch, or None.
+
+        Returns:
+            Scalar >= 0, a number or a tensor.
+        """
+        raise NotImplementedError
+
+    micro_batch_weight.is_default = True
 
     # What Keras calls.
 
@@ -289,7 +330,7 @@ class AccumModel(keras.Model):
         self.remainder = config.pop("remainder", self.remainder)
         optimizer = nesting.find(config.get("optimizer"))
         if optimizer is not None:
-            self._accum_settings.give(optimizer.accum_steps)
+            self._accum_settings.take_over(optimizer)
         self.compile(**config)
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)
@@ -307,36 +348,13 @@ class AccumModel(keras.Model):
         model = keras.saving.deserialize_keras_object(
             config.pop("model"), custom_objects=custom_objects
         )
-        return cls.wrap(model, **config)
-
-
-class _Settings:
-    """What the user said, and whether `accum_steps` was said at all."""
-
-    def __init__(self, accum_steps: Any, remainder: Any) -> None:
-        self.is_given = accum_steps is not checks.NOT_GIVEN
-        self.accum_steps = (
-            checks.accum_steps(accum_steps) if self.is_given else 1
-        )
-        self.remainder = checks.remainder(remainder)
-
-    def give(self, accum_steps: int) -> None:
-        self.is_given = True
-        self.accum_steps = accum_steps
-
-    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Raises if `optimizer` contradicts the model."""
-        inner = nesting.find(optimizer)
-        if inner is None:
-            if self.accum_steps > 1:
-                checks.accumulates_once("optimizer", optimizer)
-        elif self.accum_steps > 1 and inner.accum_steps > 1:
-            checks.same_accum_steps(
-                "AccumModel",
-                self.accum_steps,
-                type(inner).__name__,
-                inner.accum_steps,
+        if "gradient_transform" in config:
+            config["gradient_transform"] = (
+                keras.saving.deserialize_keras_object(
+                    config["gradient_transform"], custom_objects=custom_objects
+                )
             )
+        return cls.wrap(model, **config)
 
 
 def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -347,7 +365,9 @@ def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 def _accumulate_outermost(model: AccumModel) -> None:
     """Puts the accumulating optimizer of `model` around all others."""
     settings = vars(model)["_accum_settings"]
-    nested = nesting.Nesting(model.optimizer, settings.accum_steps)
+    nested = nesting.Nesting(
+        model.optimizer, settings.accum_steps, settings.options
+    )
     optimizer = nested.outermost
     if settings.accum_steps > 1 and not nested.is_new:
         optimizer.accum_steps = settings.accum_steps

@@ -5,6 +5,8 @@ would keep a micro-batch from being counted, and the loss scale would grow per
 micro-batch.
 """
 
+from typing import Any
+
 import keras
 
 from accum_model.optimizer import AccumOptimizer
@@ -30,6 +32,7 @@ class Nesting:
             either.
         accum_steps: int >= 1, for the accumulating optimizer that is made
             where there is none.
+        options: Other arguments for it, by name.
 
     Attributes:
         outermost: The accumulating optimizer around all others.
@@ -37,12 +40,15 @@ class Nesting:
     """
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, accum_steps: int
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        accum_steps: int,
+        options: dict[str, Any] | None = None,
     ) -> None:
         found = find(optimizer)
         self.is_new = found is None
         if self.is_new:
-            found = AccumOptimizer(optimizer, accum_steps)
+            found = AccumOptimizer(optimizer, accum_steps, **(options or {}))
         self.outermost = found
         self._before: tuple[keras.optimizers.Optimizer, ...] = ()
         if found is not optimizer and not self.is_new:

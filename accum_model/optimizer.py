@@ -425,7 +425,8 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         self, cycle, grads=None, weight=None, factor=None, num_rows=0
     ):
         """Updates with a cycle and its last micro-batch, if there is one."""
-        if grads is None:
+        is_flush = grads is None
+        if is_flush:
             grads = [None] * len(cycle.variables)
             weight = factor = tf.zeros((), cycle.weight_dtype)
         total_weight = cycle.weight_sum.value + weight
@@ -452,7 +453,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
 
         if guard is not None:
             tf.cond(guard.must_discard(total_weight), discard, apply)
-        elif num_rows == 0:  # A flush, of a cycle that may be without weight.
+        elif is_flush:  # Of a cycle that may be without weight.
             tf.cond(total_weight > 0, apply, discard)
         else:
             apply()

@@ -66,5 +66,5 @@ def _get_config(
     return {
         "model": keras.saving.serialize_keras_object(plain),
         "accum_steps": self.accum_steps,
-        "remainder": self.remainder,
+        **vars(self)["_accum_settings"].get_config(),
     }

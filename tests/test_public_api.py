@@ -90,6 +90,7 @@ def test_imports_go_only_downward():
         "optimizer",
         "nesting",
         "variant",
+        "settings",
         "train_step",
         "epoch_boundary",
         "model",

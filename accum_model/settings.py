@@ -1,0 +1,82 @@
+"""What the user asked of a model, kept until it has an optimizer."""
+
+from typing import Any
+
+import keras
+
+from accum_model import checks
+from accum_model import nesting
+from accum_model.optimizer import AccumOptimizer
+
+
+class Settings:
+    """Checked settings, and whether `accum_steps` was given at all.
+
+    Args:
+        accum_steps: int >= 1, or `checks.NOT_GIVEN`.
+        remainder: `"flush"`, `"carry"` or `"drop"`.
+        nonfinite: As for `AccumOptimizer`.
+        accum_dtype: As for `AccumOptimizer`.
+        gradient_transform: As for `AccumOptimizer`.
+
+    Attributes:
+        options: Options of the `AccumOptimizer` to be made, by name.
+    """
+
+    def __init__(
+        self,
+        accum_steps: Any,
+        remainder: Any,
+        nonfinite: Any = None,
+        accum_dtype: Any = None,
+        gradient_transform: Any = None,
+    ) -> None:
+        self.is_given = accum_steps is not checks.NOT_GIVEN
+        self.accum_steps = (
+            checks.accum_steps(accum_steps) if self.is_given else 1
+        )
+        self.remainder = checks.remainder(remainder)
+        self.options = {
+            "nonfinite": checks.nonfinite(nonfinite),
+            "accum_dtype": checks.accum_dtype(accum_dtype),
+            "gradient_transform": checks.gradient_transform(gradient_transform),
+        }
+
+    def give(self, accum_steps: int) -> None:
+        """Takes a value of `accum_steps` that the user has set."""
+        self.is_given = True
+        self.accum_steps = accum_steps
+
+    def take_over(self, optimizer: AccumOptimizer) -> None:
+        """Takes the values of an optimizer that comes from a file."""
+        self.give(optimizer.accum_steps)
+        self.options = dict.fromkeys(self.options)
+
+    def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Raises if `optimizer` contradicts the settings."""
+        inner = nesting.find(optimizer)
+        if inner is None:
+            if self.accum_steps > 1:
+                checks.accumulates_once("optimizer", optimizer)
+            return
+        if self.accum_steps > 1 and inner.accum_steps > 1:
+            checks.same_accum_steps(
+                "AccumModel",
+                self.accum_steps,
+                type(inner).__name__,
+                inner.accum_steps,
+            )
+        checks.options_in_one_place(
+            "AccumModel", type(inner).__name__, self.options
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """What a file of the model needs, `accum_steps` left out."""
+        return {
+            "remainder": self.remainder,
+            "nonfinite": self.options["nonfinite"],
+            "accum_dtype": self.options["accum_dtype"],
+            "gradient_transform": keras.saving.serialize_keras_object(
+                self.options["gradient_transform"]
+            ),
+        }
