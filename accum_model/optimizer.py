@@ -115,11 +115,10 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         # Buffers are needed for more than accum_steps: for what looks at the
         # gradients of an update.
         self._needs_buffers = bool(nonfinite or gradient_transform)
-        self._guard: nonfinite_module.Guard | None = None
+        self._updater: update.Updater | None = None
         self._buffers: buffers.Buffers | None = None
         self._ledger: ledger.RowLedger | None = None
         self._micro_batch: MicroBatch | None = None
-        self._penalty: Callable[[], tf.Tensor | None] = lambda: None
         self._has_warned_of_denominators = False
         self._was_traced_without_buffers = False
         # True when what was collected does not belong to the next `fit`.
@@ -227,6 +226,8 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         """Starts counting rows for the logs, in steps compiled from now on."""
         if self._ledger is None:
             self._ledger = ledger.RowLedger()
+            if self._updater is not None:
+                self._updater.ledger = self._ledger
         return self._ledger
 
     @property
@@ -249,6 +250,10 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         if not self.is_accumulating:
             return self.inner_optimizer.variables
         return super().variables + self.inner_optimizer.variables
+
+    @property
+    def _guard(self):
+        return None if self._updater is None else self._updater.guard
 
     # Applying.
 
@@ -302,7 +307,10 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         update.warn_of_missing(grads, trainable_variables)
         cycle = self._buffers.cycle_of(trainable_variables)
         weight = self._weigh(cycle, weight)
-        self._take(cycle, grads, weight)
+        batch = self._micro_batch
+        self._updater.take(
+            cycle, grads, weight, None if batch is None else batch.num_rows
+        )
         super().iterations.assign_add(1)
 
     def apply_gradients(
@@ -332,18 +340,15 @@ class AccumOptimizer(keras.optimizers.Optimizer):
 
         Without a partial cycle nothing happens.
         """
-        if self._buffers is None:
-            return
-        for cycle in self._buffers.all_cycles():
-            if tf.executing_eagerly() and int(cycle.position.value) == 0:
-                continue
-            self._finish_cycle(cycle)
+        if self._buffers is not None:
+            for cycle in self._buffers.all_cycles():
+                self._updater.flush(cycle)
 
     def reset(self) -> None:
         """Discards what a partial cycle has collected."""
         self.partial_cycle_is_stale = False
-        if self._buffers is not None:
-            self._buffers.reset()
+        if self._updater is not None:
+            self._updater.reset()
         if self._ledger is not None:
             self._ledger.discard()
 
@@ -385,105 +390,8 @@ class AccumOptimizer(keras.optimizers.Optimizer):
                 self._warn_of_denominators(batch)
         weight = checks.weight(weight, cycle.weight_dtype)
         cycle.mark_sum(is_sum)
-        self._penalty = batch.penalty if is_sum else lambda: None
+        self._updater.penalty = batch.penalty if is_sum else lambda: None
         return weight
-
-    def _take(self, cycle, grads, weight):
-        """Adds a micro-batch to its cycle; updates if that ends with it."""
-        guard, scaling = self._guard, self._scaling
-        # A loss scale may change within a cycle: sums are kept without it.
-        scale = 1 if scaling is None else scaling.dynamic_scale.value
-        scale = tf.cast(scale, cycle.weight_dtype)
-        num_rows = self._micro_batch and self._micro_batch.num_rows
-        if guard is not None:
-            grads, weight, is_finite = guard.select(
-                grads, weight, cycle.position.value
-            )
-            if scaling is not None and guard.policy == "skip_micro_batch":
-                nonfinite_module.lower_loss_scale(
-                    scaling, tf.logical_not(is_finite)
-                )
-        factor = weight / scale
-        is_last = cycle.ends_cycle()
-        if guard is None:
-            # A cycle without weight has nothing to apply and starts over.
-            has_weight = cycle.weight_sum.value + weight > 0
-            is_last = tf.logical_and(is_last, has_weight)
-
-        def collect():
-            cycle.accumulate(grads, weight, factor)
-            if self._ledger is not None and num_rows is not None:
-                self._ledger.add(num_rows)
-
-        tf.cond(
-            is_last,
-            lambda: self._finish_cycle(cycle, grads, weight, factor, num_rows),
-            collect,
-        )
-
-    def _finish_cycle(
-        self, cycle, grads=None, weight=None, factor=None, num_rows=0
-    ):
-        """Updates with a cycle and its last micro-batch, if there is one."""
-        is_flush = grads is None
-        if is_flush:
-            grads = [None] * len(cycle.variables)
-            weight = factor = tf.zeros((), cycle.weight_dtype)
-        total_weight = cycle.weight_sum.value + weight
-        guard, scaling = self._guard, self._scaling
-
-        def apply():
-            update.apply_mean(
-                self.inner_optimizer, cycle, grads, weight, factor, self._finish
-            )
-            if guard is not None:
-                guard.close_cycle(is_discarded=False)
-            if self._ledger is not None and num_rows is not None:
-                self._ledger.settle(num_rows)
-
-        def discard():
-            if guard is not None:
-                if scaling is not None and guard.policy != "skip_micro_batch":
-                    nonfinite_module.lower_loss_scale(
-                        scaling, guard.is_spoiled.value
-                    )
-                guard.close_cycle(is_discarded=True)
-            if self._ledger is not None:
-                self._ledger.discard()
-
-        if guard is not None:
-            tf.cond(guard.must_discard(total_weight), discard, apply)
-        elif is_flush:  # Of a cycle that may be without weight.
-            tf.cond(total_weight > 0, apply, discard)
-        else:
-            apply()
-        cycle.reset(self._buffers.accum_steps.value)
-
-    def _finish(self, means, variables):
-        """From mean gradients to those that the inner optimizer is given."""
-        with tf.GradientTape() as tape:
-            penalty = self._penalty()
-        if penalty is not None:
-            for index, extra in enumerate(tape.gradient(penalty, variables)):
-                if extra is not None:
-                    means[index] += tf.cast(extra, means[index].dtype)
-        if self.gradient_transform is not None:
-            means = checks.transformed(
-                self.gradient_transform(list(means), variables),
-                means,
-                self.gradient_transform,
-            )
-        if self._scaling is not None:
-            scale = self._scaling.dynamic_scale.value
-            means = [mean * tf.cast(scale, mean.dtype) for mean in means]
-        return means
-
-    @property
-    def _scaling(self):
-        """The inner optimizer if it scales the loss."""
-        inner = self.inner_optimizer
-        is_scaling = isinstance(inner, keras.optimizers.LossScaleOptimizer)
-        return inner if is_scaling else None
 
     def _warn_of_denominators(self, batch):
         if batch.has_mixed_denominators and (
@@ -521,10 +429,11 @@ class AccumOptimizer(keras.optimizers.Optimizer):
                 self.accum_dtype,
             )
             policy = self.nonfinite
-            if policy is None and self._scaling is not None:
+            if policy is None and update.loss_scaling(self) is not None:
                 policy = "skip_update"
-            if policy is not None:
-                self._guard = nonfinite_module.Guard(policy, self.add_variable)
+            guard = policy and nonfinite_module.Guard(policy, self.add_variable)
+            self._updater = update.Updater(self, self._buffers, guard)
+            self._updater.ledger = self._ledger
 
     # Saving.
 

@@ -1,4 +1,4 @@
-"""One update: the mean of a cycle, handed to the inner optimizer.
+"""From micro-batches to updates: the mean of a cycle, applied at its end.
 
 Also what is said about variables that have no gradient.
 """
@@ -10,58 +10,192 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from accum_model import checks
+from accum_model import nonfinite
 from accum_model.accumulator import Accumulator
 from accum_model.accumulator import Gradient
+from accum_model.buffers import Buffers
+from accum_model.ledger import RowLedger
+from accum_model.nonfinite import Guard
 
 
-def apply_mean(
-    inner_optimizer: keras.optimizers.Optimizer,
-    cycle: Accumulator,
-    grads: Sequence[Gradient],
-    weight: tf.Tensor,
-    factor: tf.Tensor,
-    finish: Callable[..., list[tf.Tensor]],
-) -> None:
-    """Updates with the mean of a cycle and its last micro-batch.
-
-    A variable that no micro-batch of the cycle had a gradient for is left out,
-    so that its slots stand still as they would for a large batch.
+class Updater:
+    """Takes micro-batches, and updates when one ends its cycle.
 
     Args:
-        inner_optimizer: The optimizer that updates; built.
-        cycle: What was collected before.
-        grads: Gradients of the last micro-batch, one per variable; all None
-            to update with what was collected.
-        weight: Weight of the last micro-batch, scalar.
-        factor: What its gradients are multiplied by, scalar.
-        finish: Called with the mean gradients and their variables; what it
-            returns is applied.
+        optimizer: The accumulating optimizer; its `inner_optimizer` and
+            `gradient_transform` are looked up when they are needed.
+        buffers: Its buffers.
+        guard: What keeps gradients that are not finite out, or None.
+
+    Attributes:
+        guard: As given.
+        ledger: Counts rows for the logs, or None.
+        penalty: Computes what is to be added to the loss once per update, or
+            returns None.
     """
-    everything = range(len(cycle.variables))
-    present = [j for j in everything if grads[j] is not None]
-    absent = [j for j in everything if grads[j] is None]
 
-    def apply_to(indices):
-        if indices:
-            variables = [cycle.variables[j] for j in indices]
-            means = cycle.average(indices, grads, weight, factor)
-            inner_optimizer.apply(finish(means, variables), variables)
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        buffers: Buffers,
+        guard: Guard | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._buffers = buffers
+        self.guard = guard
+        self.ledger: RowLedger | None = None
+        self.penalty: Callable[[], tf.Tensor | None] = lambda: None
 
-    if not absent:
-        apply_to(present)
-    elif tf.executing_eagerly():
-        collected = cycle.has_gradient(absent).numpy()
-        late = [j for j, has in zip(absent, collected, strict=True) if has]
-        apply_to(sorted(present + late))
-    else:
-        # A graph cannot choose among all subsets. Those absent now were all
-        # collected earlier in the cycle, or (the usual case: they never have a
-        # gradient) none was.
+    def take(
+        self,
+        cycle: Accumulator,
+        grads: Sequence[Gradient],
+        weight: tf.Tensor,
+        num_rows: tf.Tensor | None,
+    ) -> None:
+        """Adds a micro-batch to its cycle; updates if that ends with it.
+
+        Args:
+            cycle: The cycle of the variables.
+            grads: Gradients of the micro-batch, one per variable or None.
+            weight: Its weight, scalar.
+            num_rows: Its rows, scalar, or None where nobody knows.
+        """
+        guard, scaling = self.guard, self._scaling
+        # A loss scale may change within a cycle: sums are kept without it.
+        scale = 1 if scaling is None else scaling.dynamic_scale.value
+        scale = tf.cast(scale, cycle.weight_dtype)
+        if guard is not None:
+            grads, weight, is_finite = guard.select(
+                grads, weight, cycle.position.value
+            )
+            if scaling is not None and guard.policy == "skip_micro_batch":
+                nonfinite.lower_loss_scale(scaling, tf.logical_not(is_finite))
+        factor = weight / scale
+        is_last = cycle.ends_cycle()
+        if guard is None:
+            # A cycle without weight has nothing to apply and starts over.
+            has_weight = cycle.weight_sum.value + weight > 0
+            is_last = tf.logical_and(is_last, has_weight)
+
+        def collect():
+            cycle.accumulate(grads, weight, factor)
+            if self.ledger is not None and num_rows is not None:
+                self.ledger.add(num_rows)
+
         tf.cond(
-            tf.reduce_any(cycle.has_gradient(absent)),
-            lambda: apply_to(list(everything)),
-            lambda: apply_to(present),
+            is_last,
+            lambda: self._finish(cycle, grads, weight, factor, num_rows),
+            collect,
         )
+
+    def flush(self, cycle: Accumulator) -> None:
+        """Updates with what a partial cycle has collected, if anything."""
+        if tf.executing_eagerly() and int(cycle.position.value) == 0:
+            return
+        nothing = [None] * len(cycle.variables)
+        zero = tf.zeros((), cycle.weight_dtype)
+        self._finish(cycle, nothing, zero, zero, 0, is_flush=True)
+
+    def reset(self) -> None:
+        """Discards what has been collected."""
+        self._buffers.reset()
+        if self.guard is not None:
+            self.guard.is_spoiled.assign(tf.constant(False))
+
+    def _finish(self, cycle, grads, weight, factor, num_rows, is_flush=False):
+        """Updates with a cycle and a last micro-batch, and empties it."""
+        guard, scaling = self.guard, self._scaling
+        total_weight = cycle.weight_sum.value + weight
+
+        def apply():
+            self._apply_mean(cycle, grads, weight, factor)
+            if guard is not None:
+                guard.close_cycle(is_discarded=False)
+            if self.ledger is not None and num_rows is not None:
+                self.ledger.settle(num_rows)
+
+        def discard():
+            if guard is not None:
+                if scaling is not None and guard.policy != "skip_micro_batch":
+                    nonfinite.lower_loss_scale(scaling, guard.is_spoiled.value)
+                guard.close_cycle(is_discarded=True)
+            if self.ledger is not None:
+                self.ledger.discard()
+
+        if guard is not None:
+            tf.cond(guard.must_discard(total_weight), discard, apply)
+        elif is_flush:  # Of a cycle that may be without weight.
+            tf.cond(total_weight > 0, apply, discard)
+        else:
+            apply()
+        cycle.reset(self._buffers.accum_steps.value)
+
+    def _apply_mean(self, cycle, grads, weight, factor):
+        """Hands the mean of a cycle to the inner optimizer.
+
+        A variable that no micro-batch of the cycle had a gradient for is left
+        out, so that its slots stand still as they would for a large batch.
+        """
+        everything = range(len(cycle.variables))
+        present = [j for j in everything if grads[j] is not None]
+        absent = [j for j in everything if grads[j] is None]
+
+        def apply_to(indices):
+            if indices:
+                variables = [cycle.variables[j] for j in indices]
+                means = cycle.average(indices, grads, weight, factor)
+                self._optimizer.inner_optimizer.apply(
+                    self._prepare(means, variables), variables
+                )
+
+        if not absent:
+            apply_to(present)
+        elif tf.executing_eagerly():
+            collected = cycle.has_gradient(absent).numpy()
+            late = [j for j, has in zip(absent, collected, strict=True) if has]
+            apply_to(sorted(present + late))
+        else:
+            # A graph cannot choose among all subsets. Those absent now were
+            # all collected earlier in the cycle, or (the usual case: they
+            # never have a gradient) none was.
+            tf.cond(
+                tf.reduce_any(cycle.has_gradient(absent)),
+                lambda: apply_to(list(everything)),
+                lambda: apply_to(present),
+            )
+
+    def _prepare(self, means, variables):
+        """From mean gradients to those that the inner optimizer is given."""
+        with tf.GradientTape() as tape:
+            penalty = self.penalty()
+        if penalty is not None:
+            for index, extra in enumerate(tape.gradient(penalty, variables)):
+                if extra is not None:
+                    means[index] += tf.cast(extra, means[index].dtype)
+        transform = self._optimizer.gradient_transform
+        if transform is not None:
+            means = checks.transformed(
+                transform(list(means), variables), means, transform
+            )
+        if self._scaling is not None:
+            scale = self._scaling.dynamic_scale.value
+            means = [mean * tf.cast(scale, mean.dtype) for mean in means]
+        return means
+
+    @property
+    def _scaling(self):
+        return loss_scaling(self._optimizer)
+
+
+def loss_scaling(
+    optimizer: keras.optimizers.Optimizer,
+) -> keras.optimizers.LossScaleOptimizer | None:
+    """The inner optimizer of `optimizer`, if it scales the loss."""
+    inner = optimizer.inner_optimizer
+    is_scaling = isinstance(inner, keras.optimizers.LossScaleOptimizer)
+    return inner if is_scaling else None
 
 
 def warn_of_missing(
