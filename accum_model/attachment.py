@@ -57,16 +57,13 @@ class Attachment:
         self._options = options
         self._accum_steps = accum_steps
         self._needs_buffers = needs_buffers
-        self._record = _keras_compat.compile_record(model)
+        self._identity = _identity(model)
         self.optimizer: AccumOptimizer = self._take_optimizer()
         self.is_attached = False
 
     def fits(self, model: keras.Model) -> bool:
-        """True when it can serve `model` again: same object, not recompiled."""
-        return (
-            self._model is model
-            and self._record is _keras_compat.compile_record(model)
-        )
+        """True when it can serve `model` again: nothing was exchanged."""
+        return self._model is model and self._identity == _identity(model)
 
     def attach(self) -> None:
         """Puts accumulation on. Does nothing when it is on."""
@@ -99,6 +96,15 @@ class Attachment:
 
     def _detach(self) -> None:
         raise NotImplementedError
+
+
+def _identity(model: keras.Model) -> tuple[object, ...]:
+    """Changes when `model` is compiled anew, or its parts are exchanged."""
+    return (
+        _keras_compat.compile_record(model),
+        model.optimizer,
+        *(id(variable) for variable in model.trainable_variables),
+    )
 
 
 class AccumModelAttachment(Attachment):

@@ -106,6 +106,9 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         super().set_model(model)
         callback_list = _keras_compat.calling_callback_list(self)
         if callback_list is not None:
+            checks.only_one(
+                callback_list.callbacks, epoch_boundary.EpochBoundary
+            )
             # First, to end the cycle of an epoch before the others look.
             callback_list.callbacks.remove(self)
             callback_list.callbacks.insert(0, self)

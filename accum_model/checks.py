@@ -367,6 +367,16 @@ def not_wrapped(value: keras.Model, cls: type) -> None:
         )
 
 
+def only_one(callbacks: list, cls: type) -> None:
+    """Refuses two callbacks that would both end cycles."""
+    found = [item for item in callbacks if isinstance(item, cls)]
+    if len(found) > 1:
+        raise ValueError(
+            "The list of callbacks must hold one `AccumCallback` only. "
+            f"Received: {len(found)} of them. Leave one out."
+        )
+
+
 def compiled(model: keras.Model) -> None:
     """Raises unless `model` was compiled with an optimizer."""
     if not model.compiled or model.optimizer is None:

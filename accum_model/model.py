@@ -321,7 +321,10 @@ class AccumModel(keras.Model):
             config["optimizer"] = keras.saving.serialize_keras_object(
                 self.optimizer
             )
-            config["remainder"] = self.remainder
+            if not variant.is_variant(type(self)):
+                # Others have it in `get_config`, and are compiled by Keras's
+                # own method when they are cloned.
+                config["remainder"] = self.remainder
         return config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:

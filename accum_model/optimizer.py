@@ -27,6 +27,7 @@ from accum_model import ledger
 from accum_model import nonfinite as nonfinite_module
 from accum_model import update
 from accum_model.accumulator import Gradient
+from accum_model.cycle_state import CycleState
 from accum_model.micro_batch import MicroBatch
 
 
@@ -121,6 +122,7 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         self._micro_batch: MicroBatch | None = None
         self._has_warned_of_denominators = False
         self._was_traced_without_buffers = False
+        self.cycle_state = CycleState(self._save_cycle, self._load_cycle)
         # True when what was collected does not belong to the next `fit`.
         self.partial_cycle_is_stale = False
 
@@ -452,40 +454,50 @@ class AccumOptimizer(keras.optimizers.Optimizer):
             ),
         }
 
-    def _guard_state(self):
-        return {} if self._guard is None else self._guard.state()
+    def __dir__(self) -> list[str]:
+        # Keras saves every optimizer it finds among the attributes. The inner
+        # one is saved as this one's own variables, where a plain model looks.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
 
     def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Writes the state of the cycle; the inner optimizer's is apart."""
-        if self._buffers is not None:
-            store["num_micro_batches"] = super().iterations.numpy()
-            self._buffers.save(store)
-            for name, variable in self._guard_state().items():
-                store[name] = variable.numpy()
+        """Writes the inner optimizer's state, as a plain model's file has it.
+
+        What the cycle has collected is written beside it.
+        """
+        self.inner_optimizer.save_own_variables(store)
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Takes over the state of a saved cycle.
+        """Takes over the inner optimizer's state and starts a new cycle.
 
-        A file of the plain model, whose optimizer is the inner one, is taken
-        too and starts a new cycle.
-
-        Raises:
-            ValueError: If the state does not fit; nothing is changed then.
+        The file may be of a plain model. What a cycle had collected, if the
+        file holds any, is loaded next.
         """
+        self.inner_optimizer.load_own_variables(store)
         self.partial_cycle_is_stale = False
-        if "num_micro_batches" in store.keys():
-            if self._buffers is None:
-                self.start_accumulating()
-            self._buffers.load(store)
-            for name, variable in self._guard_state().items():
+        if self._updater is not None:
+            super().iterations.assign(self.iterations)
+            self._updater.reset()
+
+    def _save_cycle(self, store):
+        if self._buffers is None:
+            return
+        store["num_micro_batches"] = super().iterations.numpy()
+        self._buffers.save(store)
+        if self._guard is not None:
+            for name, variable in self._guard.state().items():
+                store[name] = variable.numpy()
+
+    def _load_cycle(self, store):
+        if "num_micro_batches" not in store.keys() or not self.built:
+            return  # Of a plain model; or Keras has said that it skips.
+        if self._buffers is None:
+            self.start_accumulating()
+        self._buffers.load(store)
+        super().iterations.assign(store["num_micro_batches"])
+        if self._guard is not None:
+            for name, variable in self._guard.state().items():
                 if name in store.keys():
                     variable.assign(store[name])
-            super().iterations.assign(store["num_micro_batches"])
-        elif store.keys():
-            self.inner_optimizer.load_own_variables(store)
-            if self._buffers is not None:
-                super().iterations.assign(self.iterations)
-                self._buffers.reset()
 
     @classmethod
     def from_config(

@@ -32,6 +32,7 @@ def of(
         "__qualname__": accum_class.__qualname__,
         "__doc__": accum_class.__doc__,
         "_accum_class": accum_class,
+        "__reduce__": _reduce,
     }
     if (
         accum_class.__init__ is root.__init__
@@ -56,6 +57,17 @@ def of(
 def accum_class_of(cls: type[keras.Model]) -> type[keras.Model]:
     """The `accum_class` that a variant was made of, or the class itself."""
     return getattr(cls, "_accum_class", cls)
+
+
+def is_variant(cls: type[keras.Model]) -> bool:
+    """True for a class made by `of`."""
+    return hasattr(cls, "_accum_class")
+
+
+def _reduce(self: keras.Model) -> tuple[Any, ...]:
+    """As Keras pickles a model, by the class that can be imported."""
+    load, *rest = super(type(self), self).__reduce__()
+    return (getattr(accum_class_of(type(self)), load.__name__), *rest)
 
 
 def _get_config(

@@ -481,3 +481,31 @@ def test_model_saved_during_fit_keeps_the_partial_cycle(tmp_path):
     helpers.assert_equal(helpers.weights(loaded), helpers.weights(model))
     after = keras.models.load_model(tmp_path / "after.keras")
     assert type(after.optimizer) is keras.optimizers.Adam
+
+
+def test_two_callbacks_are_refused():
+    model = helpers.functional()
+    model.compile("sgd", "mse")
+    optimizer = model.optimizer
+    twice = [AccumCallback(2), AccumCallback(2)]
+    with pytest.raises(ValueError, match="one `AccumCallback` only"):
+        model.fit(*helpers.rows(4), verbose=0, callbacks=twice)
+    assert model.optimizer is optimizer
+    model = AccumModel.wrap(helpers.functional(), 2)
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="one `AccumCallback` only"):
+        model.fit(*helpers.rows(4), verbose=0, callbacks=twice)
+
+
+def test_same_callback_follows_an_exchanged_optimizer():
+    ours = AccumCallback(2, verbose=0)
+    data = helpers.rows(8)
+    model = helpers.functional()
+    model.compile("adam", "mse")
+    model.fit(*data, batch_size=2, verbose=0, callbacks=[ours])
+    before = helpers.weights(model)
+    model.optimizer = keras.optimizers.SGD(0.0)
+    model.make_train_function(force=True)
+    model.fit(*data, batch_size=2, verbose=0, callbacks=[ours])
+    helpers.assert_equal(helpers.weights(model), before)
+    assert int(model.optimizer.iterations) == 2

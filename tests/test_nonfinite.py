@@ -209,9 +209,9 @@ def test_loss_scale_grows_per_update():
 def test_state_of_the_guard_is_saved():
     variable, optimizer = one_cycle("skip_update", [1.0, np.nan])
     store = {}
-    optimizer.save_own_variables(store)
+    optimizer.cycle_state.save_own_variables(store)
     _, copy = one_cycle("skip_update", [])
-    copy.load_own_variables(store)
+    copy.cycle_state.load_own_variables(store)
     assert copy.num_skipped_micro_batches == 1
     copy.apply([np.ones(2)])
     assert copy.num_skipped_updates == 1

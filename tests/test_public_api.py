@@ -87,6 +87,7 @@ def test_imports_go_only_downward():
         "nonfinite",
         "buffers",
         "update",
+        "cycle_state",
         "optimizer",
         "nesting",
         "variant",

@@ -1,8 +1,9 @@
 """Files of models and optimizers: mid-cycle state, shape, fresh processes."""
 
+import copy
+import pickle
 import subprocess
 import sys
-import warnings
 
 import helpers
 import keras
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from accum_model import AccumCallback
 from accum_model import AccumModel
 from accum_model import AccumOptimizer
 
@@ -172,19 +174,20 @@ def test_weight_files_go_both_ways(accum_steps, tmp_path):
     )
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
-    with warnings.catch_warnings():
-        # Keras looks for the inner optimizer at its new place too, and says
-        # that nothing is there.
-        warnings.filterwarnings("ignore", "A total of 1 objects")
-        warnings.filterwarnings("ignore", "Skipping variable loading")
-        model.load_weights(tmp_path / "plain.weights.h5")
+    model.load_weights(tmp_path / "plain.weights.h5")
     helpers.assert_equal(helpers.weights(model), helpers.weights(plain))
     assert int(model.optimizer.iterations) == 1
     model.fit(*helpers.rows(6), batch_size=2, verbose=0)
     model.save_weights(tmp_path / "ours.weights.h5")
     fresh = helpers.functional()
+    fresh.compile("adam", "mse")
+    fresh.optimizer.build(fresh.trainable_variables)
     fresh.load_weights(tmp_path / "ours.weights.h5")
     helpers.assert_equal(helpers.weights(fresh), helpers.weights(model))
+    helpers.assert_equal(
+        helpers.values(fresh.optimizer.variables),
+        helpers.values(model.optimizer.inner_optimizer.variables),
+    )
 
 
 def test_exported_model_holds_no_buffer(tmp_path):
@@ -208,14 +211,14 @@ def test_optimizer_with_two_lists_is_saved_with_both_cycles():
     optimizer.apply([np.full(2, 1.0)], [a])
     optimizer.apply([np.full(2, 5.0)], [b])
     store = {}
-    optimizer.save_own_variables(store)
-    copy, (c, d) = make()
-    copy.load_own_variables(store)
-    for each, first, second in ((optimizer, a, b), (copy, c, d)):
+    optimizer.cycle_state.save_own_variables(store)
+    twin, (c, d) = make()
+    twin.cycle_state.load_own_variables(store)
+    for each, first, second in ((optimizer, a, b), (twin, c, d)):
         each.apply([np.full(2, 3.0)], [first])
         each.apply([np.full(2, 7.0)], [second])
     helpers.assert_equal(helpers.values([c, d]), helpers.values([a, b]))
-    assert copy.num_micro_batches == 4
+    assert twin.num_micro_batches == 4
 
 
 def damaged_states():
@@ -238,9 +241,67 @@ def test_damaged_state_is_refused_and_changes_nothing(damage):
     optimizer = AccumOptimizer("sgd", 2)
     optimizer.apply([np.ones(2), np.ones(3)], variables)
     store = {}
-    optimizer.save_own_variables(store)
+    optimizer.cycle_state.save_own_variables(store)
     damaged_states()[damage](store)
     before = helpers.values(optimizer.variables)
     with pytest.raises(ValueError, match="[Ss]aved"):
-        optimizer.load_own_variables(store)
+        optimizer.cycle_state.load_own_variables(store)
     helpers.assert_equal(helpers.values(optimizer.variables), before)
+
+
+def test_weights_load_before_the_optimizer_is_built(tmp_path):
+    trained = half_trained()
+    trained.save_weights(tmp_path / "model.weights.h5")
+    fresh = AccumModel.wrap(helpers.functional(), 3)
+    fresh.compile("adam", "mse")
+    with pytest.warns(UserWarning, match="Skipping variable loading|objects"):
+        fresh.load_weights(tmp_path / "model.weights.h5")
+    helpers.assert_equal(helpers.weights(fresh), helpers.weights(trained))
+    fresh.fit(*helpers.rows(6), batch_size=2, verbose=0)
+    assert int(fresh.optimizer.iterations) == 1
+
+
+def test_plain_model_loads_a_checkpoint_written_during_fit(tmp_path):
+    path = tmp_path / "epoch.weights.h5"
+    model = helpers.functional()
+    model.compile("adam", "mse")
+    model.fit(
+        *helpers.rows(10),
+        batch_size=2,
+        verbose=0,
+        callbacks=[
+            AccumCallback(3, "carry", verbose=0),
+            keras.callbacks.ModelCheckpoint(path, save_weights_only=True),
+        ],
+    )
+    expected = state(model)
+    model.fit(*helpers.rows(10), verbose=0)
+    model.load_weights(path)
+    helpers.assert_equal(state(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["functional", "sequential", "tensors"])
+def test_pickle_and_deepcopy(kind):
+    model = {
+        "functional": lambda: AccumModel.wrap(helpers.functional(), 2),
+        "sequential": lambda: AccumModel.wrap(helpers.sequential(), 2),
+        "tensors": lambda: AccumModel(*helpers.tensors(), accum_steps=2),
+    }[kind]()
+    model.compile("adam", "mse")
+    model.fit(*helpers.rows(4), batch_size=2, verbose=0)
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert isinstance(copied, AccumModel)
+        assert copied.accum_steps == 2
+        helpers.assert_equal(state(copied), state(model))
+
+
+def test_clone_model_keeps_what_keras_lets_it_keep():
+    model = AccumModel.wrap(helpers.functional(), 2)
+    model.compile("adam", "mse")
+    cloned = keras.models.clone_model(model)
+    assert isinstance(cloned, AccumModel)
+    assert cloned.accum_steps == 2
+    # Keras clones every Sequential into a plain one.
+    model = AccumModel.wrap(helpers.sequential(), 2)
+    model.compile("adam", "mse")
+    assert type(keras.models.clone_model(model)) is keras.Sequential
