@@ -190,6 +190,26 @@ def test_one_accum_step_is_bit_equal_to_plain_keras(name):
         assert len(kept.variables) == num_plain
 
 
+def check_optimizer(name, **options):
+    data = helpers.rows(20)
+    make = lambda: getattr(keras.optimizers, name)(**options)
+    large = helpers.fit_large_batch(make(), 12, data, run_eagerly=True)
+    model = helpers.fit_way("wrap", make(), 3, 4, data, run_eagerly=True)
+    helpers.assert_close(model, large)
+
+
+@pytest.mark.parametrize("name", ALL_OPTIMIZERS)
+def test_every_optimizer_of_keras_equals_large_batch(name):
+    check_optimizer(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", ["clipnorm", "clipvalue", "global_clipnorm"])
+@pytest.mark.parametrize("name", ALL_OPTIMIZERS)
+def test_every_optimizer_and_clipping_equals_large_batch(name, clip):
+    check_optimizer(name, **{clip: 0.05})
+
+
 def test_one_accum_step_makes_the_plain_graph():
     """https://github.com/OpenNMT/OpenNMT-tf/pull/686"""
 

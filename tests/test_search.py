@@ -9,13 +9,14 @@ import helpers
 import hypothesis
 import keras
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from accum_model import AccumCallback
 from accum_model import AccumModel
 
 hypothesis.settings.register_profile(
-    "short", max_examples=25, deadline=None, derandomize=True
+    "short", max_examples=20, deadline=None, derandomize=True
 )
 hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
 hypothesis.settings.load_profile("short")
@@ -151,26 +152,62 @@ def has_nothing(plan, rows):
     return not valid.any()
 
 
-@hypothesis.given(plans())
-def test_search_finds_no_difference_from_the_large_batch(plan):
+def check(plan, num_epochs=2):
+    """Trains both ways over the same batches and compares the weights."""
     rng = np.random.default_rng(plan["seed"])
     batches = [make_batch(plan, size, rng) for size in plan["sizes"]]
     large, ours, callbacks = compiled(plan)
-    ours.fit(
-        (batch for batch in batches),
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
-    k = plan["accum_steps"]
-    for begin in range(0, len(batches), k):
-        cycle = batches[begin : begin + k]
-        if len(cycle) < k and plan["remainder"] != "flush":
-            break
-        rows = keras.tree.map_structure(
-            lambda *parts: np.concatenate(parts), *cycle
+    for _ in range(num_epochs):
+        ours.fit(
+            (batch for batch in batches),
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
         )
-        if has_nothing(plan, rows) and k > 1:
-            continue
-        large.train_step(rows)
+    k = plan["accum_steps"]
+    epochs = [batches] * num_epochs
+    if plan["remainder"] == "carry":
+        epochs = [sum(epochs, [])]
+    for epoch in epochs:
+        for begin in range(0, len(epoch), k):
+            cycle = epoch[begin : begin + k]
+            if len(cycle) < k and plan["remainder"] != "flush":
+                break
+            rows = keras.tree.map_structure(
+                lambda *parts: np.concatenate(parts), *cycle
+            )
+            if k == 1 or not has_nothing(plan, rows):
+                large.train_step(rows)
     helpers.assert_close(ours, large)
+
+
+@hypothesis.given(plans())
+def test_search_finds_no_difference_from_the_large_batch(plan):
+    check(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["wrap", "callback"])
+@pytest.mark.parametrize("kind", ["dense", "embedding"])
+@pytest.mark.parametrize("weights", [None, "some zero"])
+@pytest.mark.parametrize(
+    "reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"]
+)
+def test_cross_of_what_users_combine(way, kind, weights, reduction):
+    """Way in x reduction x mask or weight x remainder x accum_steps."""
+    for remainder in ("flush", "carry", "drop"):
+        for accum_steps in (1, 2, 3):
+            check(
+                {
+                    "kind": kind,
+                    "sizes": [3, 1, 2, 3, 1],
+                    "accum_steps": accum_steps,
+                    "remainder": remainder,
+                    "way": way,
+                    "reduction": reduction,
+                    "weights": weights,
+                    "optimizer": "sgd",
+                    "clip": {},
+                    "seed": 7,
+                }
+            )
