@@ -82,7 +82,7 @@ class Attachment:
         optimizer = self.optimizer
         before = optimizer.is_accumulating, optimizer.counts_rows
         optimizer.count_rows()
-        if self._needs_buffers:
+        if self._needs_buffers or (self._accum_steps or 1) > 1:
             optimizer.start_accumulating()
         if self._accum_steps is not None:
             optimizer.accum_steps = self._accum_steps

@@ -187,6 +187,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     def close_fit(self) -> None:
         """Puts the model back as it was."""
+        super().close_fit()
         if self._attachment is not None:
             self._attachment.detach()
 

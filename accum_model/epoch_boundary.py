@@ -5,6 +5,7 @@
 """
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -36,6 +37,7 @@ class EpochBoundary(keras.callbacks.Callback):
         self._epoch_is_open = False
         self._has_seen_batch = False
         self._has_warned = False
+        self._first_step: tuple[Callable[..., Any], ...] | None = None
 
     @property
     def accum_optimizer(self) -> AccumOptimizer | None:
@@ -78,6 +80,11 @@ class EpochBoundary(keras.callbacks.Callback):
 
     def close_fit(self) -> None:
         """Called when `fit` is over, however it ended."""
+        if self._first_step is not None:
+            first_step, step = self._first_step
+            self._first_step = None
+            if self.model.train_function is first_step:  # There was no batch.
+                self.model.train_function = step
 
     def on_first_batch(self) -> None:
         """Called once per `fit`, after the first call of the training step.
@@ -113,6 +120,7 @@ class EpochBoundary(keras.callbacks.Callback):
             return logs
 
         model.train_function = first_step
+        self._first_step = (first_step, step)
 
     def _close_epoch(self):
         if not self._epoch_is_open:

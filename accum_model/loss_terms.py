@@ -16,7 +16,10 @@ reduction                       denominator
 """
 
 import contextlib
+import contextvars
 import dataclasses
+import functools
+import threading
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -96,45 +99,71 @@ class Term:
 def recorded() -> Iterator[list[Term]]:
     """Collects the terms of the losses called inside the block."""
     terms: list[Term] = []
-    original = keras.losses.Loss.__call__
-    is_inside = False
-
-    def recording_call(self, y_true, y_pred, sample_weight=None):
-        nonlocal is_inside
-        if is_inside:  # A loss that calls another one reduces for itself.
-            return original(self, y_true, y_pred, sample_weight)
-        values = []
-        call = self.call
-
-        def recording(*args, **kwargs):
-            values.append(call(*args, **kwargs))
-            return values[-1]
-
-        is_inside = True
+    with _watched_losses():
+        token = _recorder.set(terms)
         try:
-            with _keras_compat.instance_attribute(self, "call", recording):
-                result = original(self, y_true, y_pred, sample_weight)
+            yield terms
         finally:
-            is_inside = False
-        value = values[-1] if values else None
-        masks = [
-            mask
-            for mask in map(_keras_compat.keras_mask, (y_pred, value))
-            if mask is not None
-        ]
-        mask = masks[0] if len(masks) == 1 else None
-        if len(masks) == 2:
-            mask = tf.logical_and(*(tf.cast(m, "bool") for m in masks))
-        if value is not None:
-            value = tf.convert_to_tensor(value)
-        terms.append(Term(self.reduction, value, mask, sample_weight))
-        return result
+            _recorder.reset(token)
 
-    keras.losses.Loss.__call__ = recording_call
+
+# The list that losses called in this thread are noted in, or None.
+_recorder: contextvars.ContextVar[list[Term] | None] = contextvars.ContextVar(
+    "recorder", default=None
+)
+_lock = threading.Lock()
+_num_watching = 0
+_original_call = keras.losses.Loss.__call__
+
+
+@contextlib.contextmanager
+def _watched_losses():
+    """Has every loss noted while anyone, in any thread, is recording."""
+    global _num_watching
+    with _lock:
+        _num_watching += 1
+        keras.losses.Loss.__call__ = _noting_call
     try:
-        yield terms
+        yield
     finally:
-        keras.losses.Loss.__call__ = original
+        with _lock:
+            _num_watching -= 1
+            if not _num_watching:
+                keras.losses.Loss.__call__ = _original_call
+
+
+@functools.wraps(_original_call)
+def _noting_call(self, y_true, y_pred, sample_weight=None):
+    terms = _recorder.get()
+    if terms is None:
+        return _original_call(self, y_true, y_pred, sample_weight)
+    values = []
+    call = self.call
+
+    def recording(*args, **kwargs):
+        values.append(call(*args, **kwargs))
+        return values[-1]
+
+    # A loss that calls another one reduces for itself.
+    token = _recorder.set(None)
+    try:
+        with _keras_compat.instance_attribute(self, "call", recording):
+            result = _original_call(self, y_true, y_pred, sample_weight)
+    finally:
+        _recorder.reset(token)
+    value = values[-1] if values else None
+    masks = [
+        mask
+        for mask in map(_keras_compat.keras_mask, (y_pred, value))
+        if mask is not None
+    ]
+    mask = masks[0] if len(masks) == 1 else None
+    if len(masks) == 2:
+        mask = tf.logical_and(*(tf.cast(m, "bool") for m in masks))
+    if value is not None:
+        value = tf.convert_to_tensor(value)
+    terms.append(Term(self.reduction, value, mask, sample_weight))
+    return result
 
 
 def is_sum(terms: Sequence[Term]) -> bool:

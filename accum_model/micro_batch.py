@@ -4,6 +4,7 @@ The step's own code does not pass it on: `AccumOptimizer.apply` finds it where
 the step was started.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -48,17 +49,14 @@ class MicroBatch:
         compute_loss = model.compute_loss
         own_weight = own_micro_batch_weight(model)
 
-        def watched(
-            x=None, y=None, y_pred=None, sample_weight=None, *args, **kwargs
-        ):
+        def watched(*args, **kwargs):
             with loss_terms.recorded() as terms:
-                loss = compute_loss(
-                    x, y, y_pred, sample_weight, *args, **kwargs
-                )
+                loss = compute_loss(*args, **kwargs)
             if own_weight is not None:
-                self.weight = checks.micro_batch_weight(
-                    own_weight(x, y, y_pred, sample_weight)
-                )
+                given = inspect.signature(compute_loss).bind(*args, **kwargs)
+                names = ("x", "y", "y_pred", "sample_weight")
+                values = (given.arguments.get(name) for name in names)
+                self.weight = checks.micro_batch_weight(own_weight(*values))
             elif not _has_own_compute_loss(model):
                 self._take(terms, loss, model)
             return loss

@@ -124,8 +124,8 @@ class AccumModel(keras.Model):
             >>> model = keras.Sequential([keras.layers.Dense(1)])
             >>> model.compile("adam", "mse")
             >>> model = AccumModel.wrap(model, accum_steps=4)
-            >>> print(model.accum_steps, model.optimizer.inner_optimizer.name)
-            4 adam
+            >>> print(model.accum_steps, model.loss)
+            4 mse
         """
         settings = Settings(
             accum_steps, remainder, nonfinite, accum_dtype, gradient_transform

@@ -509,3 +509,18 @@ def test_same_callback_follows_an_exchanged_optimizer():
     model.fit(*data, batch_size=2, verbose=0, callbacks=[ours])
     helpers.assert_equal(helpers.weights(model), before)
     assert int(model.optimizer.iterations) == 2
+
+
+def test_optimizer_that_was_compiled_without_buffers_can_accumulate():
+    model = helpers.functional()
+    optimizer = AccumOptimizer("sgd", 1)
+    model.compile(optimizer, "mse")
+    data = helpers.rows(8)
+    model.fit(*data, batch_size=2, verbose=0)
+    model.fit(
+        *data, batch_size=2, verbose=0, callbacks=[AccumCallback(4, verbose=0)]
+    )
+    assert int(optimizer.iterations) == 4 + 1
+    assert optimizer.accum_steps == 1
+    model.fit(*data, batch_size=2, verbose=0)
+    assert int(optimizer.iterations) == 4 + 1 + 4

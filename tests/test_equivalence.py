@@ -259,6 +259,25 @@ def test_train_function_has_one_trace_in_100_steps(way, mode_name):
         assert int(model.optimizer.iterations) == 34 + 2
 
 
+def test_accum_steps_from_one_to_more_costs_one_trace():
+    traces = []
+
+    class Counting(keras.layers.Layer):
+        def call(self, inputs):
+            traces.append(1)
+            return inputs
+
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(Counting()(inputs)))
+    model = AccumModel.wrap(model)
+    model.compile("adam", "mse")
+    traces.clear()
+    for accum_steps, num_traces in ((1, 1), (2, 2), (4, 2), (1, 2), (3, 2)):
+        model.accum_steps = accum_steps
+        model.fit(*helpers.rows(24), batch_size=2, verbose=0)
+        assert len(traces) == num_traces
+
+
 @pytest.mark.parametrize("way", ["wrap", "callback"])
 def test_logged_loss_does_not_depend_on_accum_steps(way):
     """https://github.com/Lightning-AI/pytorch-lightning/issues/2569"""

@@ -441,3 +441,26 @@ def test_changing_lengths_equal_large_batch():
     reference.compile(keras.optimizers.SGD(0.5), "mse")
     reference.train_on_batch(*flat)
     helpers.assert_close(model, reference)
+
+
+def test_losses_are_watched_in_one_thread_and_only_for_the_step():
+    import threading
+
+    from accum_model import loss_terms
+
+    before = keras.losses.Loss.__call__
+    loss = keras.losses.MeanSquaredError()
+    y = np.ones((2, 3))
+    with loss_terms.recorded() as outer:
+        other = threading.Thread(target=loss, args=(y, y))
+        other.start()
+        other.join()
+        assert outer == []
+        loss(y, y)
+        with loss_terms.recorded() as inner:
+            loss(y, y)
+        loss(y, y)
+    assert (len(outer), len(inner)) == (2, 1)
+    assert keras.losses.Loss.__call__ is before
+    loss(y, y)
+    assert (len(outer), len(inner)) == (2, 1)
