@@ -233,7 +233,9 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         if isinstance(model, AccumModel):
             other, second = model.given_accum_steps, "AccumModel"
         elif optimizer is not None:
-            other, second = optimizer.accum_steps, type(optimizer).__name__
+            # 1 is what an optimizer has when nothing was said.
+            other = optimizer.accum_steps if optimizer.accum_steps > 1 else None
+            second = type(optimizer).__name__
         else:
             checks.accumulates_once("optimizer", model.optimizer)
             return

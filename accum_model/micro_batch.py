@@ -4,6 +4,7 @@ The step's own code does not pass it on: `AccumOptimizer.apply` finds it where
 the step was started.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,7 @@ class MicroBatch:
         compute_loss = model.compute_loss
         own_weight = own_micro_batch_weight(model)
 
+        @functools.wraps(compute_loss)
         def watched(*args, **kwargs):
             with loss_terms.recorded() as terms:
                 loss = compute_loss(*args, **kwargs)

@@ -337,6 +337,11 @@ class AccumOptimizer(keras.optimizers.Optimizer):
         finally:
             self._micro_batch = before
 
+    @property
+    def is_in_micro_batch(self) -> bool:
+        """True inside a block of `micro_batch`."""
+        return self._micro_batch is not None
+
     def flush(self) -> None:
         """Applies what a partial cycle has collected, divided by its weight.
 

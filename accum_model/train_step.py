@@ -35,6 +35,8 @@ def run(model: keras.Model, step: Step, data: Any) -> Any:
         return step(data)
     if not (optimizer.is_accumulating or optimizer.counts_rows):
         return step(data)
+    if optimizer.is_in_micro_batch:  # A train_step that calls another.
+        return step(data)
     batch = micro_batch.MicroBatch(data_rows.num_rows(data))
     with contextlib.ExitStack() as stack:
         stack.enter_context(optimizer.micro_batch(batch))
