@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from accum_model import accumulator
-from accum_model import checks
+from accum_model import file_checks
 
 
 class Buffers:
@@ -124,12 +124,12 @@ class Buffers:
             ValueError: If the state does not fit; nothing is changed then.
         """
         values = {name: np.asarray(store[name]) for name in store.keys()}
-        plan = [(self.accum_steps, checks.saved_accum_steps(values))]
+        plan = [(self.accum_steps, file_checks.saved_accum_steps(values))]
         number = 0
         while f"cycle_{number}_variables" in values:
             prefix = f"cycle_{number}_"
             indices = values[prefix + "variables"].tolist()
-            checks.saved_indices(indices, len(self._variables))
+            file_checks.saved_indices(indices, len(self._variables))
             cycle = self.cycle_of([self._variables[j] for j in indices])
             if prefix + "missing_weight" in values:
                 _ = cycle.missing_weight
@@ -137,7 +137,9 @@ class Buffers:
                 plan.append(
                     (
                         variable,
-                        checks.saved_value(values, prefix + name, variable),
+                        file_checks.saved_value(
+                            values, prefix + name, variable
+                        ),
                     )
                 )
             number += 1

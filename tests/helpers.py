@@ -39,6 +39,21 @@ def sequential():
     )
 
 
+def traced_model():
+    """A model, and a list that grows by one with each trace of it."""
+    traces = []
+
+    class Counting(keras.layers.Layer):
+        def call(self, inputs):
+            traces.append(1)
+            return inputs
+
+    inputs = keras.Input((5,))
+    model = keras.Model(inputs, keras.layers.Dense(2)(Counting()(inputs)))
+    traces.clear()
+    return model, traces
+
+
 def subclass_of(base):
     """The same network as a class definition on `base`."""
 

@@ -226,15 +226,7 @@ def test_epoch_without_an_update_logs_nan():
 @pytest.mark.parametrize("way", ["plain", "wrapped"])
 def test_schedule_of_accum_steps_costs_one_trace(way):
     """https://github.com/Lightning-AI/pytorch-lightning/pull/16729"""
-    traces = []
-
-    class Counting(keras.layers.Layer):
-        def call(self, inputs):
-            traces.append(1)
-            return inputs
-
-    inputs = keras.Input((5,))
-    model = keras.Model(inputs, keras.layers.Dense(2)(Counting()(inputs)))
+    model, traces = helpers.traced_model()
     if way == "wrapped":
         model = AccumModel.wrap(model)
     model.compile("sgd", "mse")
@@ -254,15 +246,7 @@ def test_schedule_of_accum_steps_costs_one_trace(way):
 
 
 def test_same_callback_again_costs_no_trace():
-    traces = []
-
-    class Counting(keras.layers.Layer):
-        def call(self, inputs):
-            traces.append(1)
-            return inputs
-
-    inputs = keras.Input((5,))
-    model = keras.Model(inputs, keras.layers.Dense(2)(Counting()(inputs)))
+    model, traces = helpers.traced_model()
     model.compile("sgd", "mse")
     traces.clear()
     ours = AccumCallback(3, verbose=0)

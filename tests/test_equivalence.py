@@ -233,16 +233,7 @@ def test_one_accum_step_makes_the_plain_graph():
 @pytest.mark.parametrize("mode_name", ["graph", "xla"])
 def test_train_function_has_one_trace_in_100_steps(way, mode_name):
     """https://github.com/andreped/GradientAccumulator/issues/102"""
-    traces = []
-
-    class Counting(keras.layers.Layer):
-        def call(self, inputs):
-            traces.append(1)
-            return inputs
-
-    inputs = keras.Input((5,))
-    outputs = keras.layers.Dense(2)(Counting()(inputs))
-    model = keras.Model(inputs, outputs)
+    model, traces = helpers.traced_model()
     callbacks = []
     if way == "callback":
         callbacks = [AccumCallback(3, verbose=0)]
@@ -260,15 +251,7 @@ def test_train_function_has_one_trace_in_100_steps(way, mode_name):
 
 
 def test_accum_steps_from_one_to_more_costs_one_trace():
-    traces = []
-
-    class Counting(keras.layers.Layer):
-        def call(self, inputs):
-            traces.append(1)
-            return inputs
-
-    inputs = keras.Input((5,))
-    model = keras.Model(inputs, keras.layers.Dense(2)(Counting()(inputs)))
+    model, traces = helpers.traced_model()
     model = AccumModel.wrap(model)
     model.compile("adam", "mse")
     traces.clear()
