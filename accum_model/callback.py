@@ -37,7 +37,10 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     - `effective_batch_size`: mean rows per update of this epoch (NaN without
       an update),
-    - `updates`: updates made in this epoch.
+    - `updates`: updates made in this epoch,
+    - `gradient_norm`: mean over this epoch's updates of the global norm of the
+      averaged gradient, before any clipping (NaN without an update). That of
+      the last update can be read from `model.optimizer.gradient_norm`.
 
     Args:
         accum_steps: int >= 1, batches per update; or a schedule
@@ -153,6 +156,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             optimizer.accum_steps = schedule.value_at(self.accum_steps, epoch)
         self._updates_before = int(optimizer.iterations.numpy())
         self._skipped_before = self._skipped()
+        self._norms_before = float(optimizer.count_rows().norm_sum.numpy())
         self._rows_before = int(optimizer.count_rows().num_applied.numpy())
         super().on_epoch_begin(epoch, logs)
 
@@ -171,6 +175,9 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             rows / updates if updates else float("nan")
         )
         logs["updates"] = updates
+        norms = float(optimizer.count_rows().norm_sum.numpy())
+        norms -= self._norms_before
+        logs["gradient_norm"] = norms / updates if updates else float("nan")
         for name, number in self._skipped().items():
             if number > self._skipped_before[name]:
                 logs[name] = number - self._skipped_before[name]

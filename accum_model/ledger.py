@@ -1,25 +1,33 @@
-"""Rows seen and rows applied, for the logs.
+"""Rows and gradient norms, for the logs.
 
 Kept only where someone asks for it: counting costs a few scalar operations
 per micro-batch.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 
 class RowLedger:
-    """Counts rows of micro-batches.
+    """Counts rows of micro-batches, and adds up the norms of updates.
 
     Attributes:
         num_pending: int64 scalar variable, rows in the cycle so far.
         num_applied: int64 scalar variable, rows that went into updates.
+        last_norm: float64 scalar variable, global norm of the last update's
+            averaged gradient, before any clipping.
+        norm_sum: float64 scalar variable, sum of those norms.
     """
 
     def __init__(self) -> None:
         with tf.init_scope():
             self.num_pending = _counter("num_pending_rows")
             self.num_applied = _counter("num_applied_rows")
+            self.last_norm = _counter("last_gradient_norm", "float64")
+            self.norm_sum = _counter("gradient_norm_sum", "float64")
 
     def add(self, num_rows: tf.Tensor) -> None:
         """Counts the rows of a micro-batch that does not end its cycle."""
@@ -31,10 +39,26 @@ class RowLedger:
         self.num_applied.assign_add(rows)
         self.num_pending.assign(tf.zeros((), "int64"))
 
+    def note_norm(self, gradients: Sequence[tf.Tensor], scale: Any = 1) -> None:
+        """Notes the global norm of an update's gradients.
+
+        Args:
+            gradients: Dense or sparse gradients, with repeated ids or without.
+            scale: What the gradients are still multiplied by.
+        """
+        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        squares = [
+            tf.cast(tf.reduce_sum(tf.square(gradient)), "float64")
+            for gradient in dense
+        ]
+        norm = tf.sqrt(tf.add_n(squares)) / tf.cast(scale, "float64")
+        self.last_norm.assign(norm)
+        self.norm_sum.assign_add(norm)
+
     def discard(self) -> None:
         """Forgets the pending rows."""
         self.num_pending.assign(tf.zeros((), "int64"))
 
 
-def _counter(name: str) -> keras.Variable:
-    return keras.Variable(0, dtype="int64", trainable=False, name=name)
+def _counter(name: str, dtype: str = "int64") -> keras.Variable:
+    return keras.Variable(0, dtype=dtype, trainable=False, name=name)

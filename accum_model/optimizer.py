@@ -204,9 +204,13 @@ class AccumOptimizer(optimizer_state.OptimizerState):
     def _apply_at_once(self, grads, variables):
         if not tf.executing_eagerly():
             self._was_traced_without_buffers = True
+        if self._ledger is not None:
+            present = [gradient for gradient in grads if gradient is not None]
+            scale = update.loss_scale(self)
+            self._ledger.note_norm(present, 1 if scale is None else scale)
+            if self._micro_batch is not None:
+                self._ledger.settle(self._micro_batch.num_rows)
         self.inner_optimizer.apply(grads, variables)
-        if self._ledger is not None and self._micro_batch is not None:
-            self._ledger.settle(self._micro_batch.num_rows)
 
     def _weigh(self, cycle, weight):
         """The weight of a call: as given, of the micro-batch, or one."""

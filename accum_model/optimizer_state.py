@@ -170,6 +170,17 @@ class OptimizerState(keras.optimizers.Optimizer):
         return self._ledger
 
     @property
+    def gradient_norm(self) -> float | None:
+        """Global norm of the last update's averaged gradient, before clipping.
+
+        Known with an `AccumCallback`, and 0.0 until there was an update; None
+        without one.
+        """
+        if self._ledger is None:
+            return None
+        return float(self._ledger.last_norm.numpy())
+
+    @property
     def counts_rows(self) -> bool:
         """True when `count_rows` was called."""
         return self._ledger is not None

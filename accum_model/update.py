@@ -64,15 +64,16 @@ class Updater:
         """
         guard, scaling = self.guard, self._scaling
         # A loss scale may change within a cycle: sums are kept without it.
-        scale = 1 if scaling is None else scaling.dynamic_scale.value
-        scale = tf.cast(scale, cycle.weight_dtype)
+        scale = loss_scale(self._optimizer)
         if guard is not None:
             grads, weight, is_finite = guard.select(
                 grads, weight, cycle.position.value
             )
             if scaling is not None and guard.policy == "skip_micro_batch":
                 nonfinite.lower_loss_scale(scaling, tf.logical_not(is_finite))
-        factor = weight / scale
+        factor = weight
+        if scale is not None:
+            factor = weight / tf.cast(scale, weight.dtype)
         is_last = cycle.ends_cycle()
         if guard is None:
             # A cycle without weight has nothing to apply and starts over.
@@ -174,13 +175,15 @@ class Updater:
             for index, extra in enumerate(tape.gradient(penalty, variables)):
                 if extra is not None:
                     means[index] += tf.cast(extra, means[index].dtype)
+        if self.ledger is not None:
+            self.ledger.note_norm(means)
         transform = self._optimizer.gradient_transform
         if transform is not None:
             means = checks.transformed(
                 transform(list(means), variables), means, transform
             )
-        if self._scaling is not None:
-            scale = self._scaling.dynamic_scale.value
+        scale = loss_scale(self._optimizer)
+        if scale is not None:
             means = [mean * tf.cast(scale, mean.dtype) for mean in means]
         return means
 
@@ -196,6 +199,16 @@ def loss_scaling(
     inner = optimizer.inner_optimizer
     is_scaling = isinstance(inner, keras.optimizers.LossScaleOptimizer)
     return inner if is_scaling else None
+
+
+def loss_scale(
+    optimizer: keras.optimizers.Optimizer,
+) -> tf.Tensor | float | None:
+    """What the inner optimizer of `optimizer` multiplies the loss by, if so."""
+    scaling = loss_scaling(optimizer)
+    if scaling is not None:
+        return scaling.dynamic_scale.value
+    return optimizer.inner_optimizer.loss_scale_factor
 
 
 def warn_of_missing(

@@ -464,3 +464,69 @@ def test_losses_are_watched_in_one_thread_and_only_for_the_step():
     assert keras.losses.Loss.__call__ is before
     loss(y, y)
     assert (len(outer), len(inner)) == (2, 1)
+
+
+def test_rows_and_weights_examples_and_their_wrong_twins():
+    """Rows 4 + 2, and weights 1, 1, .1, .1: the mean of means differs."""
+    x, y = helpers.rows(6)
+    weighted = keras.losses.MeanSquaredError(
+        reduction="mean_with_sample_weight"
+    )
+    weights = np.array([1.0, 1.0, 0.1, 0.1])
+    for data, batch_size, loss in (
+        ((x, y), 4, "mse"),
+        ((x[:4], y[:4], weights), 2, weighted),
+    ):
+        kwargs = {"accum_steps": 2, "epochs": 1}
+        large = train(helpers.functional, "plain", data, 6, loss, **kwargs)
+        ours = train(
+            helpers.functional, "wrap", data, batch_size, loss, **kwargs
+        )
+        helpers.assert_close(ours, large)
+        wrong = helpers.functional()
+        wrong.compile(AccumOptimizer(keras.optimizers.SGD(0.0625), 2), loss)
+        wrong.fit(
+            *data[:2],
+            sample_weight=data[2] if len(data) > 2 else None,
+            batch_size=batch_size,
+            shuffle=False,
+            verbose=0,
+        )
+        distance = max(
+            np.abs(a - b).max()
+            for a, b in zip(
+                helpers.weights(wrong), helpers.weights(large), strict=True
+            )
+        )
+        assert distance > 1e-3
+
+
+def squared_error(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+def scalar_error(y_true, y_pred):
+    return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+@pytest.mark.parametrize("loss", [squared_error, scalar_error, "mae"])
+def test_loss_functions_equal_large_batch(loss):
+    data = helpers.rows(22)
+    large = train(helpers.functional, "plain", data, 12, loss)
+    helpers.assert_close(
+        train(helpers.functional, "wrap", data, 4, loss), large
+    )
+
+
+def test_nested_outputs_equal_large_batch():
+    def make():
+        inputs = keras.Input((5,))
+        heads = [keras.layers.Dense(2, name=f"head_{j}")(inputs) for j in "abc"]
+        outputs = {"left": [heads[0], heads[1]], "right": heads[2]}
+        return helpers.with_known_weights(keras.Model(inputs, outputs))
+
+    x, y = helpers.rows(22)
+    targets = {"left": [y, 2 * y], "right": -y}
+    loss = {"left": ["mse", "mae"], "right": "mse"}
+    large = train(make, "plain", (x, targets), 12, loss)
+    helpers.assert_close(train(make, "wrap", (x, targets), 4, loss), large)

@@ -395,3 +395,69 @@ def test_adaptive_gradient_clipping_matches_the_paper(shape, scale):
 def test_adaptive_gradient_clipping_takes_positive_numbers(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a finite number"):
         AdaptiveGradientClipping(**{name: value})
+
+
+@pytest.mark.parametrize("way", ["wrap", "callback"])
+@pytest.mark.parametrize("accum_steps", [1, 4])
+@pytest.mark.parametrize(
+    "options", [{"clipnorm": 0.1}, {"loss_scale_factor": 8.0}]
+)
+def test_gradient_norm_is_that_of_the_large_batch(way, accum_steps, options):
+    """https://github.com/Lightning-AI/pytorch-lightning/issues/1923"""
+    x, y = helpers.rows(32)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            norm = self.model.optimizer.gradient_norm
+            if (batch + 1) % accum_steps == 0:
+                seen.append(norm)
+
+    # A rate of zero: each update sees the same weights.
+    optimizer = keras.optimizers.SGD(0.0, **options)
+    model, callbacks = helpers.functional(), [Look()]
+    if way == "wrap":
+        model = AccumModel.wrap(model, accum_steps)
+        callbacks.append(AccumCallback(verbose=0))
+    else:
+        callbacks.append(AccumCallback(accum_steps, verbose=0))
+    model.compile(optimizer, "mse")
+    history = model.fit(
+        x,
+        y,
+        batch_size=16 // accum_steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    ).history
+    expected = []
+    for part in (slice(0, 16), slice(16, 32)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x[part]) - y[part]))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        expected.append(float(tf.linalg.global_norm(gradients)))
+    np.testing.assert_allclose(seen, expected, rtol=1e-10)
+    np.testing.assert_allclose(
+        history["gradient_norm"], [np.mean(expected)], rtol=1e-10
+    )
+
+
+def test_transform_sees_gradients_without_the_loss_scale():
+    seen = []
+
+    def transform(gradients, variables):
+        seen.append(float(gradients[0][0]))
+        return gradients
+
+    for inner in (
+        keras.optimizers.SGD(1.0, loss_scale_factor=8.0),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0)),
+    ):
+        variable = keras.Variable(np.zeros(2))
+        optimizer = AccumOptimizer(inner, 2, gradient_transform=transform)
+        optimizer.build([variable])
+        for _ in range(2):
+            scaled = optimizer.scale_loss(tf.constant(3.0, "float64"))
+            optimizer.apply([tf.fill((2,), scaled)], [variable])
+        np.testing.assert_allclose(variable.numpy(), -3.0)
+    assert seen == [3.0, 3.0]
