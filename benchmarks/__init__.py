@@ -1,0 +1,1 @@
+"""Measurements behind what the README says of speed and memory."""
