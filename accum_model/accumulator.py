@@ -33,8 +33,8 @@ class Accumulator:
         cycle_length: int64 scalar variable, micro-batches in this cycle.
         weight_sum: Scalar variable, sum of the weights so far; float32, or
             float64 if a buffer is.
-        is_sum: bool scalar variable, True when the update is the sum, not the
-            mean.
+        is_sum: True when the update is the sum, not the mean; None until
+            somebody has said so.
     """
 
     def __init__(
@@ -60,13 +60,9 @@ class Accumulator:
         self.weight_sum = add_variable(
             (), dtype=self.weight_dtype, name="weight_sum"
         )
-        self.is_sum = add_variable((), dtype="bool", name="is_sum")
-
-    def mark_sum(self, is_sum: bool) -> None:
-        """Notes whether updates are sums or means; known while tracing."""
-        with tf.init_scope():
-            if bool(self.is_sum.numpy()) != is_sum:
-                self.is_sum.assign(is_sum)
+        # Known once a training step was traced, or a file was read.
+        self.is_sum: bool | None = None
+        self._is_spoiled: keras.Variable | None = None
 
     def ends_cycle(self) -> tf.Tensor:
         """True when the next micro-batch is the last one of the cycle."""
@@ -127,9 +123,7 @@ class Accumulator:
             For each index a tensor of the variable's shape and buffer's dtype.
         """
         total_weight = self.weight_sum.value + weight
-        divisor = tf.where(
-            self.is_sum.value, tf.ones_like(total_weight), total_weight
-        )
+        divisor = tf.ones_like(total_weight) if self.is_sum else total_weight
         means = []
         for index in indices:
             total, gradient = self.sums[index], gradients[index]
@@ -172,6 +166,8 @@ class Accumulator:
             self._missing_weight.assign(
                 tf.zeros(self._missing_weight.shape, self.weight_dtype)
             )
+        if self._is_spoiled is not None:
+            self._is_spoiled.assign(tf.constant(False))
         self.weight_sum.assign(tf.zeros((), self.weight_dtype))
         self.position.assign(tf.zeros((), "int64"))
         self.cycle_length.assign(accum_steps)
@@ -191,14 +187,28 @@ class Accumulator:
                 )
         return self._missing_weight
 
+    @property
+    def is_spoiled(self) -> keras.Variable:
+        """bool scalar: a gradient of the cycle was not finite.
+
+        Made where somebody looks.
+        """
+        if self._is_spoiled is None:
+            with tf.init_scope():
+                self._is_spoiled = self._add_variable(
+                    (), dtype="bool", name="is_spoiled"
+                )
+        return self._is_spoiled
+
     def state(self) -> dict[str, keras.Variable]:
         """All variables by the name under which they are saved."""
         state = {
             "cycle_position": self.position,
             "cycle_length": self.cycle_length,
             "weight_sum": self.weight_sum,
-            "is_sum": self.is_sum,
         }
+        if self._is_spoiled is not None:
+            state["is_spoiled"] = self._is_spoiled
         if self._missing_weight is not None:
             state["missing_weight"] = self._missing_weight
         for index, total in enumerate(self.sums):

@@ -114,6 +114,7 @@ class Buffers:
             store[f"cycle_{number}_variables"] = np.array(
                 [index_of[id(v)] for v in cycle.variables], "int64"
             )
+            store[f"cycle_{number}_is_sum"] = np.array(bool(cycle.is_sum))
             for name, variable in cycle.state().items():
                 store[f"cycle_{number}_{name}"] = variable.numpy()
 
@@ -133,6 +134,11 @@ class Buffers:
             cycle = self.cycle_of([self._variables[j] for j in indices])
             if prefix + "missing_weight" in values:
                 _ = cycle.missing_weight
+            if prefix + "is_spoiled" in values:
+                _ = cycle.is_spoiled
+            if cycle.is_sum is None and prefix + "is_sum" in values:
+                # A step that was traced knows better than a file.
+                cycle.is_sum = bool(values[prefix + "is_sum"])
             for name, variable in cycle.state().items():
                 plan.append(
                     (

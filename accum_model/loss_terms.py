@@ -112,6 +112,7 @@ _recorder: contextvars.ContextVar[list[Term] | None] = contextvars.ContextVar(
     "recorder", default=None
 )
 _lock = threading.Lock()
+_shadowing = threading.RLock()
 _num_watching = 0
 _original_call = keras.losses.Loss.__call__
 
@@ -144,10 +145,14 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
         values.append(call(*args, **kwargs))
         return values[-1]
 
-    # A loss that calls another one reduces for itself.
-    token = _recorder.set(None)
+    inner: list[Term] = []
+    token = _recorder.set(inner)
     try:
-        with _keras_compat.instance_attribute(self, "call", recording):
+        # One loss may be called in two threads.
+        with (
+            _shadowing,
+            _keras_compat.instance_attribute(self, "call", recording),
+        ):
             result = _original_call(self, y_true, y_pred, sample_weight)
     finally:
         _recorder.reset(token)
@@ -162,7 +167,12 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
         mask = tf.logical_and(*(tf.cast(m, "bool") for m in masks))
     if value is not None:
         value = tf.convert_to_tensor(value)
-    terms.append(Term(self.reduction, value, mask, sample_weight))
+    is_scalar = value is None or value.shape.rank == 0
+    if is_scalar and inner and sample_weight is None:
+        # It leaves reducing to the losses that it calls.
+        terms.extend(inner)
+    else:
+        terms.append(Term(self.reduction, value, mask, sample_weight))
     return result
 
 

@@ -38,8 +38,7 @@ class MicroBatch:
         self.is_sum = False
         self.has_mixed_denominators = False
         self._loss: tf.Tensor | None = None
-        self._losses: list[tf.Tensor] = []
-        self._penalty: Callable[[], tf.Tensor | None] = lambda: None
+        self._added: list[tf.Tensor] = []
 
     def watch(self, model: keras.Model) -> Any:
         """A block in which `model.compute_loss` tells the weight.
@@ -70,24 +69,17 @@ class MicroBatch:
     ) -> tf.Tensor:
         """The part of `loss` to be summed over the cycle, for a sum.
 
-        Without the penalties on weights, which are due once per update, and
-        with the terms of `add_loss`, which are means, shared out.
+        What layers have added with `add_loss` is a mean over rows, and is
+        shared out among the micro-batches.
         """
-        if not self.is_sum or loss is not self._loss or not self._losses:
+        if not self._added or loss is not self._loss:
             return loss
-        extra = tf.add_n([tf.reduce_sum(each) for each in self._losses])
-        penalty = self._penalty()
-        added = extra if penalty is None else extra - penalty
+        added = tf.add_n([tf.reduce_sum(each) for each in self._added])
         return (
             tf.reduce_sum(loss)
-            - extra
+            - added
             + added / tf.cast(cycle_length, added.dtype)
         )
-
-    @property
-    def penalty(self) -> Callable[[], tf.Tensor | None]:
-        """Computes the penalties on weights, scalar; None if there are none."""
-        return self._penalty
 
     def _take(self, terms, loss, model):
         if not loss_terms.have_one_denominator(terms):
@@ -97,21 +89,27 @@ class MicroBatch:
             self.is_sum = True
             self.weight = tf.ones((), "float32")
             self._loss = loss
-            self._losses = list(model.losses)
-            self._penalty = lambda: weight_penalty(model)
+            # Keras lists what was added first, and the penalties last.
+            num_penalties = len(weight_penalties(model))
+            self._added = model.losses[: len(model.losses) - num_penalties]
         elif terms:
             denominator = terms[0].denominator()
             if denominator is not None:
                 self.weight = tf.stop_gradient(denominator)
 
 
-def weight_penalty(model: keras.Model) -> tf.Tensor | None:
-    """The sum of the regularisers on the trainable weights of `model`."""
-    penalties = [
+def weight_penalties(model: keras.Model) -> list[tf.Tensor]:
+    """The regularisers on the trainable weights of `model`, scalars."""
+    return [
         tf.reduce_sum(weight.regularizer(weight))
         for weight in model.trainable_weights
         if getattr(weight, "regularizer", None) is not None
     ]
+
+
+def weight_penalty(model: keras.Model) -> tf.Tensor | None:
+    """Their sum, or None if there are none."""
+    penalties = weight_penalties(model)
     return tf.add_n(penalties) if penalties else None
 
 

@@ -6,6 +6,7 @@ sees to the ends of epochs.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import keras
 from accum_model import _keras_compat
 from accum_model import checks
 from accum_model import epoch_boundary
+from accum_model import micro_batch
 from accum_model import nesting
 from accum_model import train_step
 from accum_model import variant
@@ -374,6 +376,8 @@ def _accumulate_outermost(model: AccumModel) -> None:
     optimizer = nested.outermost
     if settings.accum_steps > 1 and not nested.is_new:
         optimizer.accum_steps = settings.accum_steps
+    # For a flush before the first step, of a model that comes from a file.
+    optimizer.penalty = functools.partial(micro_batch.weight_penalty, model)
     _keras_compat.set_optimizer(model, optimizer)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from accum_model.accumulator import Accumulator
 from accum_model.accumulator import Gradient
 
 POLICIES = (None, "skip_micro_batch", "skip_update", "raise")
@@ -28,7 +29,6 @@ class Guard:
     Attributes:
         num_skipped_micro_batches: int64 scalar variable, since the start.
         num_skipped_updates: int64 scalar variable, since the start.
-        is_spoiled: bool scalar variable: the cycle held a bad micro-batch.
     """
 
     def __init__(
@@ -41,20 +41,19 @@ class Guard:
         self.num_skipped_updates = add_variable(
             (), dtype="int64", name="skipped_updates"
         )
-        self.is_spoiled = add_variable((), dtype="bool", name="is_spoiled")
 
     def select(
         self,
+        cycle: Accumulator,
         grads: Sequence[Gradient],
         weight: tf.Tensor,
-        position: tf.Tensor,
     ) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
         """Replaces a bad micro-batch by nothing.
 
         Args:
-            grads: Gradients of the micro-batch.
+            cycle: The cycle of the micro-batch.
+            grads: Its gradients.
             weight: Its weight, scalar.
-            position: Micro-batches in the cycle before it, scalar.
 
         Returns:
             Gradients and weight, zero if any of them was not finite; and a
@@ -72,7 +71,7 @@ class Guard:
                 is_finite,
                 [
                     "A gradient is not finite in micro-batch",
-                    position + 1,
+                    cycle.position.value + 1,
                     "of the cycle. Pass nonfinite='skip_micro_batch' or "
                     "'skip_update' to go on without it.",
                 ],
@@ -80,8 +79,8 @@ class Guard:
         self.num_skipped_micro_batches.assign_add(
             tf.cast(tf.logical_not(is_finite), "int64")
         )
-        self.is_spoiled.assign(
-            tf.logical_or(self.is_spoiled.value, tf.logical_not(is_finite))
+        cycle.is_spoiled.assign(
+            tf.logical_or(cycle.is_spoiled.value, tf.logical_not(is_finite))
         )
         return (
             [_where(is_finite, gradient) for gradient in grads],
@@ -89,27 +88,26 @@ class Guard:
             is_finite,
         )
 
-    def must_discard(self, total_weight: tf.Tensor) -> tf.Tensor:
+    def must_discard(
+        self, cycle: Accumulator, total_weight: tf.Tensor
+    ) -> tf.Tensor:
         """True when the cycle that ends here is not to be applied."""
         has_nothing = tf.logical_not(total_weight > 0)
         if self.policy == "skip_micro_batch":
             return has_nothing
-        return tf.logical_or(has_nothing, self.is_spoiled.value)
+        return tf.logical_or(has_nothing, cycle.is_spoiled.value)
 
-    def close_cycle(self, is_discarded: bool) -> None:
-        """Counts what was discarded and forgets about the cycle."""
-        if is_discarded:
-            self.num_skipped_updates.assign_add(
-                tf.cast(self.is_spoiled.value, "int64")
-            )
-        self.is_spoiled.assign(tf.constant(False))
+    def count_discarded(self, cycle: Accumulator) -> None:
+        """Counts a cycle that is discarded, if that is because it is bad."""
+        self.num_skipped_updates.assign_add(
+            tf.cast(cycle.is_spoiled.value, "int64")
+        )
 
     def state(self) -> dict[str, keras.Variable]:
         """All variables by the name under which they are saved."""
         return {
             "skipped_micro_batches": self.num_skipped_micro_batches,
             "skipped_updates": self.num_skipped_updates,
-            "is_spoiled": self.is_spoiled,
         }
 
 

@@ -222,8 +222,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
                 weight, is_sum = batch.weight, batch.is_sum
                 self._warn_of_denominators(batch)
         weight = checks.weight(weight, cycle.weight_dtype)
-        cycle.mark_sum(is_sum)
-        self._updater.penalty = batch.penalty if is_sum else lambda: None
+        cycle.is_sum = is_sum
         return weight
 
     def _warn_of_denominators(self, batch):

@@ -60,6 +60,8 @@ class OptimizerState(keras.optimizers.Optimizer):
         self._has_warned_of_denominators = False
         self._was_traced_without_buffers = False
         self.cycle_state = CycleState(self._save_cycle, self._load_cycle)
+        # The penalties on the weights of the model that is trained, or None.
+        self.penalty: Callable[[], tf.Tensor | None] = lambda: None
         # True when what was collected does not belong to the next `fit`.
         self.partial_cycle_is_stale = False
 

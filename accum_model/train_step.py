@@ -41,6 +41,9 @@ def run(model: keras.Model, step: Step, data: Any) -> Any:
     with contextlib.ExitStack() as stack:
         stack.enter_context(optimizer.micro_batch(batch))
         if optimizer.is_accumulating:
+            optimizer.penalty = functools.partial(
+                micro_batch.weight_penalty, model
+            )
             stack.enter_context(batch.watch(model))
         return step(data)
 

@@ -4,7 +4,6 @@ Also what is said about variables that have no gradient.
 """
 
 import warnings
-from collections.abc import Callable
 from collections.abc import Sequence
 
 import keras
@@ -23,16 +22,14 @@ class Updater:
     """Takes micro-batches, and updates when one ends its cycle.
 
     Args:
-        optimizer: The accumulating optimizer; its `inner_optimizer` and
-            `gradient_transform` are looked up when they are needed.
+        optimizer: The accumulating optimizer; its `inner_optimizer`,
+            `gradient_transform` and `penalty` are looked up when needed.
         buffers: Its buffers.
         guard: What keeps gradients that are not finite out, or None.
 
     Attributes:
         guard: As given.
         ledger: Counts rows for the logs, or None.
-        penalty: Computes what is to be added to the loss once per update, or
-            returns None.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class Updater:
         self._buffers = buffers
         self.guard = guard
         self.ledger: RowLedger | None = None
-        self.penalty: Callable[[], tf.Tensor | None] = lambda: None
 
     def take(
         self,
@@ -66,9 +62,9 @@ class Updater:
         # A loss scale may change within a cycle: sums are kept without it.
         scale = loss_scale(self._optimizer)
         if guard is not None:
-            grads, weight, is_finite = guard.select(
-                grads, weight, cycle.position.value
-            )
+            grads, weight, is_finite = guard.select(cycle, grads, weight)
+            if num_rows is not None:
+                num_rows = tf.where(is_finite, num_rows, 0)
             if scaling is not None and guard.policy == "skip_micro_batch":
                 nonfinite.lower_loss_scale(scaling, tf.logical_not(is_finite))
         factor = weight
@@ -102,8 +98,6 @@ class Updater:
     def reset(self) -> None:
         """Discards what has been collected."""
         self._buffers.reset()
-        if self.guard is not None:
-            self.guard.is_spoiled.assign(tf.constant(False))
 
     def _finish(self, cycle, grads, weight, factor, num_rows, is_flush=False):
         """Updates with a cycle and a last micro-batch, and empties it."""
@@ -112,21 +106,19 @@ class Updater:
 
         def apply():
             self._apply_mean(cycle, grads, weight, factor)
-            if guard is not None:
-                guard.close_cycle(is_discarded=False)
             if self.ledger is not None and num_rows is not None:
                 self.ledger.settle(num_rows)
 
         def discard():
             if guard is not None:
                 if scaling is not None and guard.policy != "skip_micro_batch":
-                    nonfinite.lower_loss_scale(scaling, guard.is_spoiled.value)
-                guard.close_cycle(is_discarded=True)
+                    nonfinite.lower_loss_scale(scaling, cycle.is_spoiled.value)
+                guard.count_discarded(cycle)
             if self.ledger is not None:
                 self.ledger.discard()
 
         if guard is not None:
-            tf.cond(guard.must_discard(total_weight), discard, apply)
+            tf.cond(guard.must_discard(cycle, total_weight), discard, apply)
         elif is_flush:  # Of a cycle that may be without weight.
             tf.cond(total_weight > 0, apply, discard)
         else:
@@ -147,6 +139,9 @@ class Updater:
             if indices:
                 variables = [cycle.variables[j] for j in indices]
                 means = cycle.average(indices, grads, weight, factor)
+                if cycle.is_sum:
+                    total_weight = cycle.weight_sum.value + weight
+                    self._count_penalty_once(means, variables, total_weight)
                 self._optimizer.inner_optimizer.apply(
                     self._prepare(means, variables), variables
                 )
@@ -167,14 +162,24 @@ class Updater:
                 lambda: apply_to(present),
             )
 
+    def _count_penalty_once(self, sums, variables, num_micro_batches):
+        """Takes the penalties on weights out of a sum, all but one.
+
+        Each micro-batch of a cycle has added them to its loss. In a mean they
+        are averaged and need nothing done.
+        """
+        with tf.GradientTape() as tape:
+            penalty = self._optimizer.penalty()
+        if penalty is None:
+            return
+        surplus = num_micro_batches - 1
+        for index, each in enumerate(tape.gradient(penalty, variables)):
+            if each is not None:
+                each = tf.cast(each, sums[index].dtype)
+                sums[index] -= each * tf.cast(surplus, each.dtype)
+
     def _prepare(self, means, variables):
         """From mean gradients to those that the inner optimizer is given."""
-        with tf.GradientTape() as tape:
-            penalty = self.penalty()
-        if penalty is not None:
-            for index, extra in enumerate(tape.gradient(penalty, variables)):
-                if extra is not None:
-                    means[index] += tf.cast(extra, means[index].dtype)
         if self.ledger is not None:
             self.ledger.note_norm(means)
         transform = self._optimizer.gradient_transform
