@@ -538,3 +538,120 @@ def test_nested_outputs_equal_large_batch():
     loss = {"left": ["mse", "mae"], "right": "mse"}
     large = train(make, "plain", (x, targets), 12, loss)
     helpers.assert_close(train(make, "wrap", (x, targets), 4, loss), large)
+
+
+def test_sum_stays_a_sum_when_an_early_file_is_loaded(tmp_path):
+    data = helpers.rows(16)
+    model = AccumModel.wrap(helpers.functional(), 2)
+    model.compile(
+        keras.optimizers.SGD(0.0625), keras.losses.MeanSquaredError("sum")
+    )
+    model.optimizer.build(model.trainable_variables)
+    model.save_weights(tmp_path / "start.weights.h5")
+    results = []
+    for _ in range(2):
+        model.load_weights(tmp_path / "start.weights.h5")
+        model.fit(*data, batch_size=4, shuffle=False, verbose=0)
+        results.append(helpers.weights(model))
+    helpers.assert_equal(*results)
+
+
+def test_sum_with_penalties_flushed_after_loading(tmp_path):
+    data = helpers.rows(8)
+    whole = AccumModel.wrap(regularised("weights")(), 3, "carry")
+    whole.compile(
+        keras.optimizers.SGD(0.0625), keras.losses.MeanSquaredError("sum")
+    )
+    whole.fit(*data, batch_size=4, shuffle=False, verbose=0)
+    whole.save(tmp_path / "mid.keras")
+    loaded = keras.models.load_model(tmp_path / "mid.keras")
+    for model in (whole, loaded):
+        model.flush()
+    helpers.assert_equal(helpers.weights(loaded), helpers.weights(whole))
+    large = train(
+        regularised("weights"),
+        "plain",
+        data,
+        8,
+        keras.losses.MeanSquaredError("sum"),
+        epochs=1,
+    )
+    helpers.assert_close(whole, large)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_sum_with_penalties_in_own_train_step(scales):
+    class Net(helpers.subclass_of(keras.Model)):
+        def __init__(self):
+            super().__init__()
+            self.hidden.kernel_regularizer = keras.regularizers.L2(0.1)
+
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+                if scales:
+                    loss = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    def make():
+        model = Net()
+        model(np.zeros((1, 5)))
+        return helpers.with_known_weights(model)
+
+    data = helpers.rows(22)
+    loss = lambda: keras.losses.MeanSquaredError("sum")
+    large = train(make, "plain", data, 12, loss())
+    for way in ("wrap", "callback"):
+        helpers.assert_close(train(make, way, data, 4, loss()), large)
+
+
+class Sum(keras.losses.Loss):
+    """A loss made of two others, which reduce for themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = keras.losses.MeanSquaredError()
+        self.second = keras.losses.MeanAbsoluteError()
+
+    def call(self, y_true, y_pred):
+        return self.first(y_true, y_pred) + self.second(y_true, y_pred)
+
+
+def test_loss_made_of_losses_takes_their_denominator():
+    def make():
+        inputs = keras.Input((None,), dtype="int32")
+        hidden = keras.layers.Embedding(20, 4, mask_zero=True)(inputs)
+        return helpers.with_known_weights(
+            keras.Model(inputs, keras.layers.Dense(2)(hidden))
+        )
+
+    ids, _ = token_data()
+    y = np.random.default_rng(0).normal(size=(*ids.shape, 2))
+    large = train(make, "plain", (ids, y), 10, Sum())
+    ours = train(make, "wrap", (ids, y), 4, Sum())
+    helpers.assert_close(ours, large, helpers.masked_tolerance())
+
+
+def test_one_loss_object_in_two_threads_is_left_as_it_was():
+    import threading
+
+    loss = keras.losses.MeanSquaredError()
+    data = helpers.rows(24)
+    results = {}
+
+    def run(name):
+        results[name] = train(helpers.functional, "wrap", data, 4, loss)
+
+    threads = [threading.Thread(target=run, args=(j,)) for j in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "call" not in vars(loss)
+    large = train(helpers.functional, "plain", data, 12, loss)
+    for model in results.values():
+        helpers.assert_close(model, large)

@@ -227,3 +227,31 @@ def test_nonfinite_must_be_known(value):
     ):
         with pytest.raises(ValueError, match="`nonfinite` must be one of"):
             take()
+
+
+def test_cycles_of_two_lists_are_spoiled_apart():
+    a, b = keras.Variable([1.0]), keras.Variable([1.0])
+    optimizer = AccumOptimizer(
+        keras.optimizers.SGD(1.0), 2, nonfinite="skip_update"
+    )
+    optimizer.build([a, b])
+    for gradient in (np.nan, 1.0):
+        optimizer.apply([np.array([1.0])], [a])
+        optimizer.apply([np.array([gradient])], [b])
+    helpers.assert_equal(helpers.values([a, b]), [[0.0], [1.0]])
+    assert optimizer.num_skipped_updates == 1
+
+
+def test_logged_rows_leave_out_what_was_skipped():
+    model = helpers.functional()
+    model.compile("sgd", "mse")
+    x, y = bad_rows(6, at=3)
+    history = model.fit(
+        x,
+        y,
+        batch_size=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[AccumCallback(3, nonfinite="skip_micro_batch", verbose=0)],
+    ).history
+    assert history["effective_batch_size"] == [4.0]
