@@ -114,6 +114,11 @@ def keras_mask(tensor: Any) -> Any:
     return getattr(tensor, "_keras_mask", None)
 
 
+def set_keras_mask(tensor: Any, mask: Any) -> None:
+    """Puts a mask on a tensor, where losses and metrics look for it."""
+    tensor._keras_mask = mask
+
+
 def set_optimizer(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None
 ) -> None:
@@ -169,3 +174,60 @@ def instance_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
             vars(owner)[name] = before
         else:
             del vars(owner)[name]
+
+
+def flat_layers(model: keras.Model) -> list[keras.layers.Layer]:
+    """`model` and all layers in it, at any depth."""
+    return model._flatten_layers()
+
+
+def is_built(model: keras.Model) -> bool:
+    """True when one more step would make no variable of model or metrics."""
+    parts = (model._compile_loss, model._compile_metrics)
+    return has_all_variables(model) and all(
+        part is None or part.built for part in parts
+    )
+
+
+def call_for_training(model: keras.Model, x: Any) -> Any:
+    """Calls `model` on `x` as a training step does."""
+    if model._call_has_training_arg:
+        return model(x, training=True)
+    return model(x)
+
+
+def compute_loss(
+    model: keras.Model, x: Any, y: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    """Calls `compute_loss`, with `training=True` where it takes that."""
+    return model._compute_loss(
+        x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+    )
+
+
+def note_loss(model: keras.Model, loss: Any, num_rows: Any) -> None:
+    """Adds the loss of a batch to the mean that Keras shows as `loss`."""
+    model._loss_tracker.update_state(loss, sample_weight=num_rows)
+
+
+def output_loss_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The means of the losses of single outputs, of models with several."""
+    compile_loss = model._compile_loss
+    return [] if compile_loss is None else list(compile_loss.metrics)
+
+
+def compiled_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that `compile` was given, once they are built."""
+    metrics = model._compile_metrics
+    return [] if metrics is None else list(metrics.metrics)
+
+
+def clear_losses(model: keras.Model) -> None:
+    """Forgets what layers have added with `add_loss`."""
+    model._clear_losses()
+
+
+def num_static_rows(x: Any) -> int | None:
+    """Rows of a batch as far as Keras knows them when it traces a step."""
+    first = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None)
+    return first.shape[0]

@@ -90,7 +90,7 @@ class Accumulator:
         ):
             if gradient is None:
                 continue
-            if _is_overwritten(variable):
+            if is_overwritten(variable):
                 total.value.assign(
                     tf.maximum(total.value, tf.cast(gradient, total.dtype))
                 )
@@ -127,7 +127,7 @@ class Accumulator:
         means = []
         for index in indices:
             total, gradient = self.sums[index], gradients[index]
-            if _is_overwritten(self.variables[index]):
+            if is_overwritten(self.variables[index]):
                 mean = total.value
                 if gradient is not None:
                     mean = tf.maximum(mean, tf.cast(gradient, total.dtype))
@@ -244,7 +244,7 @@ def _weighted(
     return tf.cast(gradient, total.dtype) * factor
 
 
-def _is_overwritten(variable: keras.Variable) -> bool:
+def is_overwritten(variable: keras.Variable) -> bool:
     """True for variables whose "gradient" is their next value.
 
     Scales of float8 training, for which Keras keeps the largest of a cycle.

@@ -12,6 +12,7 @@ import keras
 from accum_model import _keras_compat
 from accum_model import nesting
 from accum_model import train_step
+from accum_model.cutting import Cutting
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
 
@@ -21,6 +22,7 @@ def attach(
     accum_steps: int | None,
     needs_buffers: bool,
     options: dict[str, Any],
+    cutting: Cutting | None,
 ) -> "Attachment":
     """Makes `model` accumulate until the attachment is detached.
 
@@ -29,10 +31,11 @@ def attach(
         accum_steps: int >= 1, or None for the model's own value.
         needs_buffers: True to make buffers although `accum_steps` is 1.
         options: Other arguments of the accumulating optimizer, by name.
+        cutting: How batches are cut, or None for the model's own way.
     """
     is_accum_model = isinstance(model, AccumModel)
     kind = AccumModelAttachment if is_accum_model else PlainAttachment
-    return kind(model, accum_steps, needs_buffers, options)
+    return kind(model, accum_steps, needs_buffers, options, cutting)
 
 
 class Attachment:
@@ -52,8 +55,10 @@ class Attachment:
         accum_steps: int | None,
         needs_buffers: bool,
         options: dict[str, Any],
+        cutting: Cutting | None,
     ) -> None:
         self._model = model
+        self._cutting = cutting
         self._options = options
         self._accum_steps = accum_steps
         self._needs_buffers = needs_buffers
@@ -88,6 +93,11 @@ class Attachment:
             optimizer.accum_steps = self._accum_steps
         return before != (optimizer.is_accumulating, optimizer.counts_rows)
 
+    @property
+    def cutting(self) -> Cutting:
+        """How batches are cut while it is attached."""
+        raise NotImplementedError
+
     def _take_optimizer(self) -> AccumOptimizer:
         raise NotImplementedError
 
@@ -115,19 +125,35 @@ class AccumModelAttachment(Attachment):
     def _take_optimizer(self):
         return nesting.find(self._model.optimizer)
 
+    @property
+    def cutting(self):
+        return self._cutting or self._model.cutting
+
     def _attach(self):
         self._steps_before = self.optimizer.accum_steps
-        if self._configure():
+        self._cutting_before = self._model.cutting
+        is_changed = self._configure()
+        if self.cutting is not self._cutting_before:
+            self._model.use_cutting(self.cutting)
+        elif is_changed:
             self._model.renew_train_function()
 
     def _detach(self):
         self.optimizer.accum_steps = self._steps_before
+        if self._cutting_before is not self._model.cutting:
+            self._model.use_cutting(self._cutting_before)
 
 
 class PlainAttachment(Attachment):
     """Optimizer and training step on a model that knows nothing of it."""
 
     _compiled_step = None
+
+    @property
+    def cutting(self):
+        if self._cutting is None:
+            self._cutting = Cutting()
+        return self._cutting
 
     def _take_optimizer(self):
         found = nesting.find(self._model.optimizer)
@@ -150,7 +176,7 @@ class PlainAttachment(Attachment):
         self._recorded = _keras_compat.record_optimizer(model, self.optimizer)
         if is_changed or self._compiled_step is None:
             train_step.compile_into(
-                model, model.make_train_function, force=True
+                model, model.make_train_function, True, self.cutting
             )
             self._compiled_step = model.train_function
         model.train_function = self._compiled_step

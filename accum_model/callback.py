@@ -15,10 +15,12 @@ from accum_model import _keras_compat
 from accum_model import attachment
 from accum_model import batch_size
 from accum_model import checks
+from accum_model import cut_checks
 from accum_model import epoch_boundary
 from accum_model import guard
 from accum_model import nesting
 from accum_model import schedule
+from accum_model.cutting import Cutting
 from accum_model.model import AccumModel
 
 
@@ -56,6 +58,12 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             `skipped_updates`, when there were any. Defaults to None.
         accum_dtype: As for `AccumOptimizer`. Defaults to None.
         gradient_transform: As for `AccumOptimizer`. Defaults to None.
+        micro_batch_size: Rows per forward and backward pass inside a step, as
+            for `AccumModel`: int >= 1, None or `"auto"`. What is in use appears
+            in the epoch logs as `micro_batch_size`. Defaults to None: the
+            model's own, or the whole batch.
+        loss_scope: `"micro_batch"` or `"batch"`, as for `AccumModel`, together
+            with `micro_batch_size`. Defaults to `"micro_batch"`.
         verbose: 0 or 1. With 1 the line is printed. Defaults to 1.
 
     Raises:
@@ -83,6 +91,8 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         nonfinite: str | None = None,
         accum_dtype: str | None = None,
         gradient_transform: Callable[..., Any] | None = None,
+        micro_batch_size: int | str | None = None,
+        loss_scope: str = "micro_batch",
         verbose: int = 1,
     ) -> None:
         super().__init__("flush" if remainder is None else remainder)
@@ -93,6 +103,9 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             "accum_dtype": checks.accum_dtype(accum_dtype),
             "gradient_transform": checks.gradient_transform(gradient_transform),
         }
+        self.cutting = Cutting(micro_batch_size, loss_scope)
+        self.cutting.verbose = self.verbose
+        self._given_cutting = self.cutting if self.cutting.cuts else None
         self._remainder_is_given = remainder is not None
         self._attachment: attachment.Attachment | None = None
 
@@ -101,6 +114,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         checks.keras_model("model", model)
         checks.compiled(model)
         self._check_accum_steps(model)
+        self._check_cutting(model)
         optimizer = nesting.find_in(model)
         if optimizer is not None:
             checks.options_in_one_place(
@@ -129,8 +143,10 @@ class AccumCallback(epoch_boundary.EpochBoundary):
                 self._first_accum_steps(),
                 self._needs_buffers(),
                 self._options,
+                self._given_cutting,
             )
         self._attachment.attach()
+        self.cutting = self._attachment.cutting
         if not self._attachment.fit_cleans_up:
             self._watch("train_function")
         super().on_train_begin(logs)
@@ -178,6 +194,8 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         norms = float(optimizer.count_rows().norm_sum.numpy())
         norms -= self._norms_before
         logs["gradient_norm"] = norms / updates if updates else float("nan")
+        if self.cutting.cuts:
+            logs["micro_batch_size"] = self.cutting.rows_in_use
         for name, number in self._skipped().items():
             if number > self._skipped_before[name]:
                 logs[name] = number - self._skipped_before[name]
@@ -251,6 +269,21 @@ class AccumCallback(epoch_boundary.EpochBoundary):
                 "AccumCallback", self.accum_steps, second, other
             )
 
+    def _check_cutting(self, model):
+        given = self._given_cutting
+        if given is None:
+            return
+        cut_checks.no_own_train_step(model, AccumModel, given.micro_batch_size)
+        if isinstance(model, AccumModel) and model.cutting.cuts:
+            for name in ("micro_batch_size", "loss_scope"):
+                cut_checks.same_setting(
+                    name,
+                    "AccumCallback",
+                    getattr(given, name),
+                    "AccumModel",
+                    getattr(model, name),
+                )
+
     def _first_line(self):
         optimizer = self.accum_optimizer
         counts = optimizer.count_rows()
@@ -275,4 +308,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         if steps:
             updates = batch_size.updates_per_epoch(steps, k, self.remainder)
             text += f"; {updates} update{'s' if updates != 1 else ''} per epoch"
+        if self.cutting.cuts:
+            rows = self.cutting.rows_in_use
+            text += f"; micro-batches of {rows} row{'s' if rows > 1 else ''}"
         return text + "."

@@ -12,6 +12,7 @@ import keras
 
 from accum_model import checks
 from accum_model import nesting
+from accum_model.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 
 
@@ -24,6 +25,9 @@ class EpochBoundary(keras.callbacks.Callback):
     Args:
         remainder: `"flush"`, `"carry"` or `"drop"`.
 
+    Attributes:
+        cutting: How batches are cut inside the step.
+
     Raises:
         ValueError: If `remainder` is unknown.
     """
@@ -34,6 +38,7 @@ class EpochBoundary(keras.callbacks.Callback):
     def __init__(self, remainder: str = "flush") -> None:
         super().__init__()
         self.remainder = checks.remainder(remainder)
+        self.cutting = Cutting()
         self._epoch_is_open = False
         self._has_seen_batch = False
         self._has_warned = False
@@ -75,8 +80,10 @@ class EpochBoundary(keras.callbacks.Callback):
     def on_epoch_end(
         self, epoch: int, logs: dict[str, Any] | None = None
     ) -> None:
-        """Closes the epoch if no validation has."""
+        """Closes the epoch if no validation has, and logs a size found."""
         self._close_epoch()
+        if logs is not None and self.cutting.is_auto:
+            logs["micro_batch_size"] = self.cutting.rows_in_use
 
     def close_fit(self) -> None:
         """Called when `fit` is over, however it ended."""

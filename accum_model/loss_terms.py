@@ -20,6 +20,7 @@ import contextvars
 import dataclasses
 import functools
 import threading
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,11 @@ class Term:
         return self.values is not None and self.reduction in _SUMS
 
     @property
+    def is_divided_by_others(self) -> bool:
+        """True when it is divided by something else than its elements."""
+        return self.kind not in (("rows",), ("sum",))
+
+    @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for terms whose denominators grow in step with each other."""
         if self.values is None or self.values.shape.rank == 0:
@@ -84,10 +90,14 @@ class Term:
         if mask is not None:
             mask = tf.cast(mask, values.dtype)
         if not is_weighted:
-            share = num_elements / tf.cast(tf.size(mask), values.dtype)
-            if self.reduction == "mean_with_sample_weight":
-                return tf.reduce_sum(mask)
-            return tf.reduce_sum(mask) * share
+            num_valid = tf.reduce_sum(mask)
+            if self.reduction == "mean_with_sample_weight" or (
+                _have_same_sizes(mask, values)
+            ):
+                return num_valid
+            return (
+                num_valid * num_elements / tf.cast(tf.size(mask), values.dtype)
+            )
         weight = tf.cast(self.sample_weight, values.dtype)
         if mask is not None:
             weight, mask = _same_rank(weight, mask)
@@ -95,20 +105,35 @@ class Term:
         return tf.reduce_sum(weight)
 
 
+# (index of the term, term) -> what its value is to be multiplied by, or None.
+Factor = Callable[[int, Term], tf.Tensor | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorder:
+    terms: list[Term] = dataclasses.field(default_factory=list)
+    factor: Factor = lambda index, term: None
+
+
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Term]]:
-    """Collects the terms of the losses called inside the block."""
-    terms: list[Term] = []
+def recorded(factor: Factor | None = None) -> Iterator[list[Term]]:
+    """Collects the terms of the losses called inside the block.
+
+    Args:
+        factor: Says what the value of each loss is multiplied by before the
+            caller sees it. None leaves them all.
+    """
+    recorder = _Recorder() if factor is None else _Recorder([], factor)
     with _watched_losses():
-        token = _recorder.set(terms)
+        token = _recorder.set(recorder)
         try:
-            yield terms
+            yield recorder.terms
         finally:
             _recorder.reset(token)
 
 
-# The list that losses called in this thread are noted in, or None.
-_recorder: contextvars.ContextVar[list[Term] | None] = contextvars.ContextVar(
+# What notes the losses called in this thread, or None.
+_recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar(
     "recorder", default=None
 )
 _lock = threading.Lock()
@@ -135,8 +160,8 @@ def _watched_losses():
 
 @functools.wraps(_original_call)
 def _noting_call(self, y_true, y_pred, sample_weight=None):
-    terms = _recorder.get()
-    if terms is None:
+    recorder = _recorder.get()
+    if recorder is None:
         return _original_call(self, y_true, y_pred, sample_weight)
     values = []
     call = self.call
@@ -145,7 +170,8 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
         values.append(call(*args, **kwargs))
         return values[-1]
 
-    inner: list[Term] = []
+    index = len(recorder.terms)
+    inner = _Recorder([], lambda i, term: recorder.factor(index + i, term))
     token = _recorder.set(inner)
     try:
         # One loss may be called in two threads.
@@ -168,12 +194,14 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
     if value is not None:
         value = tf.convert_to_tensor(value)
     is_scalar = value is None or value.shape.rank == 0
-    if is_scalar and inner and sample_weight is None:
+    if is_scalar and inner.terms and sample_weight is None:
         # It leaves reducing to the losses that it calls.
-        terms.extend(inner)
-    else:
-        terms.append(Term(self.reduction, value, mask, sample_weight))
-    return result
+        recorder.terms.extend(inner.terms)
+        return result
+    term = Term(self.reduction, value, mask, sample_weight)
+    recorder.terms.append(term)
+    factor = recorder.factor(index, term)
+    return result if factor is None else result * tf.cast(factor, result.dtype)
 
 
 def is_sum(terms: Sequence[Term]) -> bool:
@@ -184,6 +212,13 @@ def is_sum(terms: Sequence[Term]) -> bool:
 def have_one_denominator(terms: Sequence[Term]) -> bool:
     """True when all terms are divided by the same, up to a constant."""
     return len({term.kind for term in terms}) <= 1
+
+
+def _have_same_sizes(one: tf.Tensor, other: tf.Tensor) -> bool:
+    """True when that is seen without computing either, which is cheaper."""
+    if one.shape.rank is None or other.shape.rank is None:
+        return False
+    return one.shape[1:].as_list() == other.shape[1:].as_list()
 
 
 def _same_rank(one: tf.Tensor, other: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

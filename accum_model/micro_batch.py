@@ -7,6 +7,7 @@ the step was started.
 import functools
 import inspect
 from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -30,6 +31,7 @@ class MicroBatch:
         is_sum: True when the loss is a sum, which is not to be divided.
         has_mixed_denominators: True when several outputs are divided by
             different things, which no single weight can do justice to.
+        terms: The losses of the outputs, as far as they can be seen.
     """
 
     def __init__(self, num_rows: tf.Tensor) -> None:
@@ -37,28 +39,38 @@ class MicroBatch:
         self.weight: tf.Tensor = num_rows
         self.is_sum = False
         self.has_mixed_denominators = False
+        self.terms: Sequence[loss_terms.Term] = ()
         self._loss: tf.Tensor | None = None
         self._added: list[tf.Tensor] = []
 
-    def watch(self, model: keras.Model) -> Any:
+    def watch(
+        self, model: keras.Model, factor: loss_terms.Factor | None = None
+    ) -> Any:
         """A block in which `model.compute_loss` tells the weight.
 
-        A `compute_loss` of the model's own counts rows. So does one that
-        `micro_batch_weight` of the model answers for, if it has one.
+        A `compute_loss` of the model's own counts rows, or what
+        `micro_batch_weight` of the model answers, if it has one.
+
+        Args:
+            model: The model.
+            factor: See `loss_terms.recorded`. Losses in a `compute_loss` of the
+                model's own are left as they are.
         """
         compute_loss = model.compute_loss
         own_weight = own_micro_batch_weight(model)
+        if weighs_itself(model):
+            factor = None
 
         @functools.wraps(compute_loss)
         def watched(*args, **kwargs):
-            with loss_terms.recorded() as terms:
+            with loss_terms.recorded(factor) as terms:
                 loss = compute_loss(*args, **kwargs)
             if own_weight is not None:
                 given = inspect.signature(compute_loss).bind(*args, **kwargs)
                 names = ("x", "y", "y_pred", "sample_weight")
                 values = (given.arguments.get(name) for name in names)
                 self.weight = checks.micro_batch_weight(own_weight(*values))
-            elif not _has_own_compute_loss(model):
+            elif not weighs_itself(model):
                 self._take(terms, loss, model)
             return loss
 
@@ -81,7 +93,24 @@ class MicroBatch:
             + added / tf.cast(cycle_length, added.dtype)
         )
 
+    def share(self, loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+        """`loss` times `share`, for a part of a batch, and all that is in it."""
+        shared = loss * tf.cast(share, loss.dtype)
+        if loss is self._loss:
+            self._loss = shared
+            self._added = [
+                tf.reduce_sum(each) * tf.cast(share, each.dtype)
+                for each in self._added
+            ]
+        return shared
+
+    def take_part(self, part: "MicroBatch") -> None:
+        """Takes over of which kind the loss of a part of this batch is."""
+        self.is_sum = part.is_sum
+        self.has_mixed_denominators = part.has_mixed_denominators
+
     def _take(self, terms, loss, model):
+        self.terms = terms
         if not loss_terms.have_one_denominator(terms):
             self.has_mixed_denominators = True
             return
@@ -89,13 +118,18 @@ class MicroBatch:
             self.is_sum = True
             self.weight = tf.ones((), "float32")
             self._loss = loss
-            # Keras lists what was added first, and the penalties last.
-            num_penalties = len(weight_penalties(model))
-            self._added = model.losses[: len(model.losses) - num_penalties]
+            self._added = added_losses(model)
         elif terms:
             denominator = terms[0].denominator()
             if denominator is not None:
                 self.weight = tf.stop_gradient(denominator)
+
+
+def added_losses(model: keras.Model) -> list[tf.Tensor]:
+    """What layers have added to the loss in the last call of `model`."""
+    # Keras lists what was added first, and the penalties last.
+    losses = model.losses
+    return losses[: len(losses) - len(weight_penalties(model))]
 
 
 def weight_penalties(model: keras.Model) -> list[tf.Tensor]:
@@ -121,5 +155,8 @@ def own_micro_batch_weight(model: keras.Model) -> Callable[..., Any] | None:
     return method
 
 
-def _has_own_compute_loss(model: keras.Model) -> bool:
+def weighs_itself(model: keras.Model) -> bool:
+    """True when the author of `model` wrote what its loss is divided by."""
+    if own_micro_batch_weight(model) is not None:
+        return True
     return type(model).compute_loss is not keras.Model.compute_loss

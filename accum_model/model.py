@@ -16,11 +16,13 @@ import keras
 
 from accum_model import _keras_compat
 from accum_model import checks
+from accum_model import cut_checks
 from accum_model import epoch_boundary
 from accum_model import micro_batch
 from accum_model import nesting
 from accum_model import train_step
 from accum_model import variant
+from accum_model.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 from accum_model.settings import Settings
 
@@ -49,17 +51,29 @@ class AccumModel(keras.Model):
         nonfinite: As for `AccumOptimizer`. Defaults to None.
         accum_dtype: As for `AccumOptimizer`. Defaults to None.
         gradient_transform: As for `AccumOptimizer`. Defaults to None.
+        micro_batch_size: Rows per forward and backward pass inside a step: int
+            >= 1, or None for the whole batch, or `"auto"` to start with the
+            whole batch and halve it when memory runs out. The step stays that
+            of the batch: one update, the same logs. Defaults to None.
+        loss_scope: What one loss is taken over where batches are cut:
+            `"micro_batch"`, right for losses that are sums over rows; or
+            `"batch"`, right for any loss, at a third more time. Defaults to
+            `"micro_batch"`.
         **kwargs: As for `keras.Model`, such as `name`.
 
     Attributes:
         accum_steps: Batches per update. May be set at any time and holds from
             the next cycle on.
         remainder: See above. May be set between calls of `fit`.
+        micro_batch_size: See above. May be set between calls of `fit`.
+        loss_scope: See above. May be set between calls of `fit`.
 
     Raises:
         TypeError: If `gradient_transform` is not callable.
-        ValueError: If `accum_steps` is not an int >= 1, or `remainder`,
-            `nonfinite` or `accum_dtype` is unknown.
+        ValueError: If `accum_steps` is not an int >= 1; if `remainder`,
+            `nonfinite`, `accum_dtype`, `micro_batch_size` or `loss_scope` is
+            unknown; or if `micro_batch_size` is given to a model that has a
+            `train_step` of its own.
 
     Example:
         >>> import keras
@@ -79,11 +93,20 @@ class AccumModel(keras.Model):
         nonfinite: str | None = None,
         accum_dtype: str | None = None,
         gradient_transform: Callable[..., Any] | None = None,
+        micro_batch_size: int | str | None = None,
+        loss_scope: str = "micro_batch",
         **kwargs: Any,
     ) -> None:
         settings = Settings(
-            accum_steps, remainder, nonfinite, accum_dtype, gradient_transform
+            accum_steps,
+            remainder,
+            nonfinite,
+            accum_dtype,
+            gradient_transform,
+            micro_batch_size,
+            loss_scope,
         )
+        cut_checks.no_own_train_step(self, AccumModel, micro_batch_size)
         functional = _keras_compat.functional_class()
         if _is_functional(args, kwargs) and not isinstance(self, functional):
             # Before Keras would rewrite the bases of AccumModel, and with them
@@ -101,6 +124,8 @@ class AccumModel(keras.Model):
         nonfinite: str | None = None,
         accum_dtype: str | None = None,
         gradient_transform: Callable[..., Any] | None = None,
+        micro_batch_size: int | str | None = None,
+        loss_scope: str = "micro_batch",
     ) -> "AccumModel":
         """Returns an accumulating model around the layers of `model`.
 
@@ -115,6 +140,10 @@ class AccumModel(keras.Model):
             nonfinite: As for `AccumOptimizer`. Defaults to None.
             accum_dtype: As for `AccumOptimizer`. Defaults to None.
             gradient_transform: As for `AccumOptimizer`. Defaults to None.
+            micro_batch_size: int >= 1, None or `"auto"`. Rows per forward and
+                backward pass inside a step. Defaults to None.
+            loss_scope: `"micro_batch"` or `"batch"`. Defaults to
+                `"micro_batch"`.
 
         Raises:
             TypeError: If `model` is not a Keras 3 model.
@@ -130,10 +159,17 @@ class AccumModel(keras.Model):
             4 mse
         """
         settings = Settings(
-            accum_steps, remainder, nonfinite, accum_dtype, gradient_transform
+            accum_steps,
+            remainder,
+            nonfinite,
+            accum_dtype,
+            gradient_transform,
+            micro_batch_size,
+            loss_scope,
         )
         model = checks.keras_model("model", model)
         checks.not_wrapped(model, AccumModel)
+        cut_checks.no_own_train_step(model, AccumModel, micro_batch_size)
         if model.compiled:
             settings.check_optimizer(model.optimizer)
         accum_class = variant.accum_class_of(cls)
@@ -178,6 +214,24 @@ class AccumModel(keras.Model):
     @remainder.setter
     def remainder(self, remainder: str) -> None:
         self._accum_settings.remainder = checks.remainder(remainder)
+
+    @property
+    def micro_batch_size(self) -> int | str | None:
+        """Rows per forward and backward pass inside a step."""
+        return self._accum_settings.cutting.micro_batch_size
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, micro_batch_size: int | str | None) -> None:
+        self.use_cutting(Cutting(micro_batch_size, self.loss_scope))
+
+    @property
+    def loss_scope(self) -> str:
+        """What one loss is taken over."""
+        return self._accum_settings.cutting.loss_scope
+
+    @loss_scope.setter
+    def loss_scope(self, loss_scope: str) -> None:
+        self.use_cutting(Cutting(self.micro_batch_size, loss_scope))
 
     def flush(self) -> None:
         """Applies a partial cycle now, divided by what it has collected."""
@@ -246,11 +300,24 @@ class AccumModel(keras.Model):
 
     def train_step(self, data: Any) -> Any:
         """Trains on one batch; the one that ends a cycle updates."""
-        return train_step.run(self, super().train_step, data)
+        return train_step.run(self, super().train_step, self.cutting, data)
 
     def make_train_function(self, force: bool = False) -> Any:
         """As in Keras, for a `train_step` of the subclass's own too."""
-        return train_step.compile_into(self, super().make_train_function, force)
+        return train_step.compile_into(
+            self, super().make_train_function, force, self.cutting
+        )
+
+    @property
+    def cutting(self) -> Cutting:
+        """How batches are cut inside the step."""
+        return self._accum_settings.cutting
+
+    def use_cutting(self, cutting: Cutting) -> None:
+        """Cuts batches in another way from the next step on."""
+        cut_checks.no_own_train_step(self, AccumModel, cutting.micro_batch_size)
+        self._accum_settings.cutting = cutting
+        self.renew_train_function()
 
     def renew_train_function(self) -> None:
         """Has the training step compiled again, if it is compiled."""
@@ -297,6 +364,7 @@ class AccumModel(keras.Model):
                 break
         else:
             boundary = epoch_boundary.EpochBoundary(self.remainder)
+            boundary.cutting = self.cutting
             if is_list:
                 boundary.set_model(self)
                 boundary.set_params(callbacks.params)
@@ -327,12 +395,20 @@ class AccumModel(keras.Model):
                 # Others have it in `get_config`, and are compiled by Keras's
                 # own method when they are cloned.
                 config["remainder"] = self.remainder
+                config["micro_batch_size"] = self.micro_batch_size
+                config["loss_scope"] = self.loss_scope
         return config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """As in Keras, with the accumulating optimizer."""
         config = keras.saving.deserialize_keras_object(dict(config))
         self.remainder = config.pop("remainder", self.remainder)
+        self.use_cutting(
+            Cutting(
+                config.pop("micro_batch_size", self.micro_batch_size),
+                config.pop("loss_scope", self.loss_scope),
+            )
+        )
         optimizer = nesting.find(config.get("optimizer"))
         if optimizer is not None:
             self._accum_settings.take_over(optimizer)

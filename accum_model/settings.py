@@ -6,6 +6,7 @@ import keras
 
 from accum_model import checks
 from accum_model import nesting
+from accum_model.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 
 
@@ -18,8 +19,11 @@ class Settings:
         nonfinite: As for `AccumOptimizer`.
         accum_dtype: As for `AccumOptimizer`.
         gradient_transform: As for `AccumOptimizer`.
+        micro_batch_size: None, int >= 1 or `"auto"`.
+        loss_scope: `"micro_batch"` or `"batch"`.
 
     Attributes:
+        cutting: How batches are cut inside the step.
         options: Options of the `AccumOptimizer` to be made, by name.
     """
 
@@ -30,12 +34,15 @@ class Settings:
         nonfinite: Any = None,
         accum_dtype: Any = None,
         gradient_transform: Any = None,
+        micro_batch_size: Any = None,
+        loss_scope: Any = "micro_batch",
     ) -> None:
         self.is_given = accum_steps is not checks.NOT_GIVEN
         self.accum_steps = (
             checks.accum_steps(accum_steps) if self.is_given else 1
         )
         self.remainder = checks.remainder(remainder)
+        self.cutting = Cutting(micro_batch_size, loss_scope)
         self.options = {
             "nonfinite": checks.nonfinite(nonfinite),
             "accum_dtype": checks.accum_dtype(accum_dtype),
@@ -74,6 +81,8 @@ class Settings:
         """What a file of the model needs, `accum_steps` left out."""
         return {
             "remainder": self.remainder,
+            "micro_batch_size": self.cutting.micro_batch_size,
+            "loss_scope": self.cutting.loss_scope,
             "nonfinite": self.options["nonfinite"],
             "accum_dtype": self.options["accum_dtype"],
             "gradient_transform": keras.saving.serialize_keras_object(

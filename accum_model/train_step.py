@@ -12,20 +12,28 @@ from typing import Any
 import keras
 
 from accum_model import _keras_compat
+from accum_model import auto_size
+from accum_model import cut_step
 from accum_model import data_rows
 from accum_model import micro_batch
+from accum_model.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
+from accum_model.plan import Plan
 
 Step = Callable[[Any], Any]
 
 
-def run(model: keras.Model, step: Step, data: Any) -> Any:
-    """Runs `step` on one micro-batch, weighted by its loss's denominator.
+def run(model: keras.Model, step: Step, cutting: Cutting, data: Any) -> Any:
+    """Trains on one batch of data.
+
+    In one piece, by `step`, it is one micro-batch, weighted by its loss's
+    denominator.
 
     Args:
         model: The model that `step` trains.
         step: Its training step, `step(data)`.
-        data: The micro-batch, as Keras hands it to `train_step`.
+        cutting: How batches are cut.
+        data: The batch, as Keras hands it to `train_step`.
 
     Returns:
         What `step` returns.
@@ -33,9 +41,11 @@ def run(model: keras.Model, step: Step, data: Any) -> Any:
     optimizer = model.optimizer
     if not isinstance(optimizer, AccumOptimizer):
         return step(data)
-    if not (optimizer.is_accumulating or optimizer.counts_rows):
-        return step(data)
     if optimizer.is_in_micro_batch:  # A train_step that calls another.
+        return step(data)
+    if cutting.cuts:
+        return cut_step.run(model, optimizer, data, cutting)
+    if not (optimizer.is_accumulating or optimizer.counts_rows):
         return step(data)
     batch = micro_batch.MicroBatch(data_rows.num_rows(data))
     with contextlib.ExitStack() as stack:
@@ -49,18 +59,40 @@ def run(model: keras.Model, step: Step, data: Any) -> Any:
 
 
 def compile_into(
-    model: keras.Model, make_train_function: Callable[..., Any], force: bool
+    model: keras.Model,
+    make_train_function: Callable[..., Any],
+    force: bool,
+    cutting: Cutting,
 ) -> Any:
     """Calls `make_train_function` so that it compiles `run`.
 
     Keras compiles the method it finds under `train_step`, which therefore is
     shadowed for the time of the call, and only for that.
+
+    Args:
+        model: The model to be trained.
+        make_train_function: Keras's method of that name.
+        force: True to compile a step that is compiled already.
+        cutting: How batches are cut.
     """
+    if model.train_function is not None and not force:
+        return model.train_function
     optimizer = model.optimizer
     if isinstance(optimizer, AccumOptimizer) and not optimizer.built:
         if _keras_compat.has_all_variables(model) and model.trainable_weights:
             # A step that makes variables while it is traced is traced twice.
             optimizer.build(model.trainable_variables)
-    step = functools.partial(run, model, model.train_step)
-    with _keras_compat.instance_attribute(model, "train_step", step):
-        return make_train_function(force=force)
+    step = functools.partial(run, model, model.train_step, cutting)
+
+    def compile_step():
+        with _keras_compat.instance_attribute(model, "train_step", step):
+            make_train_function(force=True)
+        return model.train_function
+
+    cutting.plan = Plan()
+    if cutting.is_auto:
+        model.train_function = auto_size.retrying(
+            cutting, compile_step, model.steps_per_execution
+        )
+        return model.train_function
+    return compile_step()

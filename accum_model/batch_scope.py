@@ -1,0 +1,187 @@
+"""`loss_scope="batch"`: one loss over all rows, whatever it does with them.
+
+With outputs :math:`Y` of the whole batch and loss :math:`L(Y, w)` the gradient
+
+.. math:: \\frac{\\partial L}{\\partial Y} \\frac{\\partial Y}{\\partial w}
+          + \\frac{\\partial L}{\\partial w}
+
+is taken in three steps: outputs of all micro-batches, without what backward
+passes need; the loss and :math:`\\partial L / \\partial Y`; each micro-batch
+once more, now with its backward pass. The second pass begins from the states
+the first one began from, so it sees the same noise.
+
+Source: Gao et al., `Scaling Deep Contrastive Learning Batch Size under Memory
+Limited Setup <https://arxiv.org/abs/2101.06983>`_ (GradCache), section 3.2.
+"""
+
+import keras
+import tensorflow as tf
+
+from accum_model import _keras_compat
+from accum_model import evaluation
+from accum_model import gradient_sum
+from accum_model import micro_batch
+from accum_model.evaluation import Evaluation
+from accum_model.evaluation import Task
+
+
+def evaluate(task: Task) -> Evaluation:
+    """Returns loss and gradient of the batch.
+
+    Raises:
+        evaluation.Restart: If the plan was not complete.
+    """
+    model, plan = task.model, task.plan
+    variables = model.trainable_variables
+    tensors, first_states, added, state = _first_pass(task)
+    y_pred = plan.layout.pack(tensors)
+    outputs = tensors[: plan.layout.num_outputs]
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(task.chunks.data)
+    loss_metrics = task.loss_metrics()
+    with task.scope(state) as scope:
+        with tf.GradientTape() as tape:
+            tape.watch([*outputs, *added])
+            # Those of the first pass: here they are one sum over the batch.
+            _keras_compat.clear_losses(model)
+            for each in added:
+                # A functional model refuses its own `add_loss`.
+                keras.layers.Layer.add_loss(model, each)
+            with (
+                task.batch.watch(model),
+                evaluation.caught_losses(loss_metrics) as caught,
+            ):
+                loss = _keras_compat.compute_loss(
+                    model, x, y, y_pred, sample_weight
+                )
+            scaled = task.optimizer.scale_loss(loss)
+        plan.note_assigned(scope)
+        num_outputs = len(outputs)
+        gradients = tape.gradient(scaled, [*outputs, *added, *variables])
+        state = scope.values_of(plan.state)
+    d_outputs = list(map(_dense, gradients[:num_outputs]))
+    d_added = gradients[num_outputs : num_outputs + len(added)]
+    direct = gradients[num_outputs + len(added) :]
+    zero = tf.zeros((), "float64")
+    return Evaluation(
+        tf.cast(loss, "float64"),
+        [
+            tf.cast(caught.get(position, zero), "float64")
+            for position in range(len(loss_metrics))
+        ],
+        _second_pass(task, first_states, d_outputs, d_added, direct),
+        state,
+        y_pred,
+    )
+
+
+def _first_pass(task):
+    """Outputs of the batch, and the states that each micro-batch began from.
+
+    Returns:
+        Outputs and masks as in the plan's layout; for each variable of the
+        state its values, one for each micro-batch; the mean over rows of what
+        layers have added to the loss, a list of at most one scalar; the state
+        after the last micro-batch.
+    """
+    model, plan = task.model, task.plan
+
+    def body(index, data, num_rows, carry):
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        state, added = carry
+        with task.scope(state) as scope:
+            y_pred = _keras_compat.call_for_training(model, x)
+            terms = micro_batch.added_losses(model)
+            plan.note_outputs(y_pred)
+            plan.note_added(terms)
+            plan.note_assigned(scope)
+            share = task.chunks.share(num_rows)
+            added = [
+                total + _sum(terms, total.dtype) * tf.cast(share, total.dtype)
+                for total in added
+            ]
+            kept = plan.layout.flatten(y_pred, num_rows)
+            kept += [tf.expand_dims(value, 0) for value in state]
+            return (scope.values_of(plan.state), added), kept
+
+    specs = list(plan.layout.specs) if plan.layout is not None else []
+    num_tensors = len(specs)
+    for variable in plan.state:
+        specs.append(
+            tf.TensorSpec([None, *variable.shape], tf.as_dtype(variable.dtype))
+        )
+    added = [] if plan.added_dtype is None else [tf.zeros((), plan.added_dtype)]
+    carry = (task.first_state(), added)
+    (state, added), kept = task.loop(body, carry, specs)
+    return kept[:num_tensors], kept[num_tensors:], added, state
+
+
+def _second_pass(task, first_states, d_outputs, d_added, direct):
+    """Gradients of the variables, by way of the outputs and directly.
+
+    Args:
+        task: The step.
+        first_states: As `_first_pass` returns them.
+        d_outputs: Gradient of the loss with respect to each output, or None.
+        d_added: The same for what layers have added to the loss.
+        direct: The same for each variable, the outputs held fixed.
+    """
+    model = task.model
+    variables = model.trainable_variables
+    has_gradient = [gradient is not None for gradient in direct]
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(task.chunks.data)
+
+    def body(index, data, num_rows, sums):
+        x, d_outputs = data
+        state = [values[index] for values in first_states]
+        with task.scope(state):
+            with tf.GradientTape() as tape:
+                y_pred = _keras_compat.call_for_training(model, x)
+                terms = micro_batch.added_losses(model)
+            pulled = [
+                (output, gradient)
+                for output, gradient in zip(
+                    keras.tree.flatten(y_pred), d_outputs, strict=True
+                )
+                if gradient is not None
+            ]
+            share = task.chunks.share(num_rows)
+            for gradient in d_added:
+                if gradient is not None:
+                    pulled += [
+                        (
+                            term,
+                            _spread(
+                                gradient * tf.cast(share, gradient.dtype), term
+                            ),
+                        )
+                        for term in terms
+                    ]
+            targets, output_gradients = zip(*pulled, strict=True)
+            gradients = tape.gradient(
+                targets, variables, output_gradients=output_gradients
+            )
+        for j, gradient in enumerate(gradients):
+            has_gradient[j] = has_gradient[j] or gradient is not None
+        return gradient_sum.add(variables, sums, gradients), []
+
+    sums = gradient_sum.zeros(variables, task.optimizer.accum_dtype)
+    sums = gradient_sum.add(variables, sums, direct)
+    if any(gradient is not None for gradient in [*d_outputs, *d_added]):
+        sums, _ = task.of_data((x, d_outputs)).loop(body, sums)
+    return [
+        total if has else None
+        for total, has in zip(sums, has_gradient, strict=True)
+    ]
+
+
+def _sum(terms, dtype):
+    return tf.add_n([tf.reduce_sum(tf.cast(term, dtype)) for term in terms])
+
+
+def _spread(gradient, term):
+    """The gradient of a sum over the elements of `term`."""
+    return tf.fill(tf.shape(term), tf.cast(gradient, term.dtype))
+
+
+def _dense(gradient):
+    return None if gradient is None else tf.convert_to_tensor(gradient)

@@ -1,0 +1,179 @@
+"""Checks of what is cut into micro-batches, and their wording."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accum_model import checks
+
+LOSS_SCOPES = ("micro_batch", "batch")
+
+
+def micro_batch_size(value: Any) -> int | str | None:
+    """Checks rows per micro-batch."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return value
+    try:
+        return checks.positive_int("micro_batch_size", value, "")
+    except ValueError:
+        raise ValueError(
+            '`micro_batch_size` must be None, an int >= 1 or "auto". '
+            f"{checks.received('micro_batch_size', value)} Pass the rows that "
+            'fit the memory, or "auto" to have them found.'
+        ) from None
+
+
+def loss_scope(value: Any, size: int | str | None) -> str:
+    """Checks what one loss is taken over."""
+    if not isinstance(value, str) or value not in LOSS_SCOPES:
+        raise ValueError(
+            f"`loss_scope` must be one of {LOSS_SCOPES}. "
+            f"{checks.received('loss_scope', value)} "
+            'Pass "batch" for a loss that is no sum over rows.'
+        )
+    if value == "batch" and size is None:
+        raise ValueError(
+            '`loss_scope` must be "micro_batch" where batches are not cut, '
+            "because there one loss is taken over each batch anyway. Received: "
+            f"loss_scope={value!r} with micro_batch_size=None. Pass "
+            "`micro_batch_size` too."
+        )
+    return value
+
+
+def no_own_train_step(
+    model: keras.Model, accum_class: type, size: int | str | None
+) -> None:
+    """Refuses to cut batches of a model whose step is not Keras's."""
+    step = type(model).train_step
+    is_own = "train_step" in vars(model) or step not in (
+        keras.Model.train_step,
+        accum_class.train_step,
+    )
+    if size is not None and is_own:
+        raise ValueError(
+            "`micro_batch_size` needs Keras's own train_step, because that of "
+            f"{type(model).__name__} sees the whole batch. Received: "
+            f"micro_batch_size={size!r}. Pass accum_steps instead and fit with "
+            "a smaller batch_size, which works with any train_step."
+        )
+
+
+def batch_dimension(tensor: tf.Tensor) -> None:
+    """Raises if `tensor` is a scalar."""
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            "Each tensor of a batch must have a batch dimension to be cut by "
+            "`micro_batch_size`. Received: a tensor of shape "
+            f"{tuple(tensor.shape)}. Give it the shape (rows, ...)."
+        )
+
+
+def equal_leading_sizes(
+    sizes: Sequence[int | tf.Tensor],
+) -> int | tf.Tensor:
+    """Returns the rows that all tensors of a batch have.
+
+    Raises:
+        ValueError: If there are none, or known sizes differ; for others the
+            training step raises.
+    """
+    if not sizes:
+        raise ValueError(
+            "Training data must hold a tensor. Received: no tensor in the "
+            "batch. Check what the data set yields."
+        )
+    known = [size for size in sizes if isinstance(size, int)]
+    if len(set(known)) > 1:
+        raise ValueError(
+            "All tensors of a batch must have as many rows to be cut by "
+            f"`micro_batch_size`. Received: leading sizes {known}. Check what "
+            "the data set yields."
+        )
+    if known:
+        return known[0]
+    first, *others = sizes
+    checked = [
+        tf.debugging.assert_equal(
+            other,
+            first,
+            "All tensors of a batch must have as many rows to be cut by "
+            "`micro_batch_size`.",
+        )
+        for other in others
+    ]
+    if tf.executing_eagerly() or not checked:
+        return first
+    with tf.control_dependencies(checked):
+        return tf.identity(first)
+
+
+def dense_output(output: Any) -> None:
+    """Raises if outputs of this kind cannot be put together."""
+    if not isinstance(output, tf.Tensor):
+        raise ValueError(
+            "Outputs must be dense tensors where the whole batch of them is "
+            'kept, for loss_scope="batch" or a metric of your own. Received: '
+            f"an output of type {type(output).__name__}. Have the model return "
+            "dense tensors."
+        )
+
+
+def one_row_each(output: tf.Tensor, num_rows: int | tf.Tensor) -> tf.Tensor:
+    """Returns `output`; raises unless it has one row per row of data."""
+    text = (
+        "Outputs must have one row per row of data where the whole batch of "
+        'them is kept, for loss_scope="batch" or a metric of your own.'
+    )
+    rank, rows = output.shape.rank, None
+    if rank:
+        rows = output.shape[0]
+    differs = isinstance(num_rows, int) and rows not in (None, num_rows)
+    if rank == 0 or differs:
+        raise ValueError(
+            f"{text} Received: an output of shape {tuple(output.shape)} for a "
+            f"micro-batch of {num_rows} rows. Have the model return the shape "
+            "(rows, ...)."
+        )
+    check = tf.debugging.assert_equal(
+        tf.shape(output, out_type="int64")[0], tf.cast(num_rows, "int64"), text
+    )
+    if check is None:
+        return output
+    with tf.control_dependencies([check]):
+        return tf.identity(output)
+
+
+def same_setting(name: str, first: str, one: Any, second: str, other: Any):
+    """Raises if `name` was given twice with different values."""
+    if one != other:
+        raise ValueError(
+            f"`{name}` must be the same wherever it is given. Received: "
+            f"{name}={one!r} ({first}) and {name}={other!r} ({second}). Leave "
+            "it out in one of the two places."
+        )
+
+
+def nothing_fits(num_rows: int) -> tf.errors.ResourceExhaustedError:
+    """The error for a batch that does not fit even row by row."""
+    return tf.errors.ResourceExhaustedError(
+        None,
+        None,
+        '`micro_batch_size="auto"` found no size that fits the memory. '
+        f"Received: a batch of {num_rows} rows, which fails even in "
+        "micro-batches of 1 row. Make the model or its inputs smaller.",
+    )
+
+
+def update_does_not_fit(num_rows: int) -> tf.errors.ResourceExhaustedError:
+    """The error for an update that runs out of memory."""
+    return tf.errors.ResourceExhaustedError(
+        None,
+        None,
+        "The memory ran out in the update itself, which no "
+        "`micro_batch_size` makes smaller. Received: a batch of "
+        f"{num_rows} rows. The update may be half done: load the last "
+        "checkpoint, and take a smaller model or an optimizer with fewer slots.",
+    )

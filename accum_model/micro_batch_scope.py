@@ -1,0 +1,99 @@
+"""`loss_scope="micro_batch"`: a batch's loss as the sum over its micro-batches.
+
+With data terms :math:`n_j / d_j` of loss :math:`j`, over rows, valid elements
+or sample weights, the gradient of the batch is
+
+.. math:: \\sum_j \\frac{\\sum_i \\nabla n_{ij}}{\\sum_i d_{ij}}
+
+summed over micro-batches :math:`i`; what is no sum over rows is weighted by
+them. Each is run forward and backward before the next begins.
+"""
+
+import keras
+import tensorflow as tf
+
+from accum_model import _keras_compat
+from accum_model import evaluation
+from accum_model import gradient_sum
+from accum_model import micro_batch
+from accum_model.denominators import Denominators
+from accum_model.evaluation import Evaluation
+from accum_model.evaluation import Task
+
+
+def evaluate(task: Task) -> Evaluation:
+    """Returns loss and gradient of the batch.
+
+    Raises:
+        evaluation.Restart: If the plan was not complete.
+    """
+    model, optimizer, plan = task.model, task.optimizer, task.plan
+    variables = model.trainable_variables
+    loss_metrics = task.loss_metrics()
+    denominators = Denominators(task)
+    has_gradient = [False] * len(variables)
+
+    def body(index, data, num_rows, carry):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        batch = micro_batch.MicroBatch(num_rows)
+        with task.scope(carry["state"]) as scope:
+            with tf.GradientTape() as tape:
+                y_pred = _keras_compat.call_for_training(model, x)
+                with (
+                    batch.watch(model, denominators.factor(num_rows)),
+                    evaluation.caught_losses(loss_metrics) as caught,
+                ):
+                    loss = _keras_compat.compute_loss(
+                        model, x, y, y_pred, sample_weight
+                    )
+                denominators.check(batch.terms)
+                share = denominators.share(num_rows, batch.weight)
+                loss = batch.share(loss, share)
+                with optimizer.micro_batch(batch):
+                    scaled = optimizer.scale_loss(loss)
+            if task.keeps_outputs:
+                plan.note_outputs(y_pred)
+                kept = plan.layout.flatten(y_pred, num_rows)
+            else:
+                model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+                kept = []
+            plan.note_assigned(scope)
+            gradients = tape.gradient(scaled, variables)
+        for j, gradient in enumerate(gradients):
+            has_gradient[j] = has_gradient[j] or gradient is not None
+        task.batch.take_part(batch)
+        output_losses = [
+            total + tf.cast(caught[j], "float64") * share
+            if j in caught
+            else total
+            for j, total in enumerate(carry["output_losses"])
+        ]
+        return {
+            "loss": carry["loss"] + tf.cast(loss, "float64"),
+            "output_losses": output_losses,
+            "weight": carry["weight"] + tf.cast(batch.weight, "float64"),
+            "sums": gradient_sum.add(variables, carry["sums"], gradients),
+            "state": scope.values_of(plan.state),
+        }, kept
+
+    zero = tf.zeros((), "float64")
+    carry = {
+        "loss": zero,
+        "output_losses": [zero] * len(loss_metrics),
+        "weight": zero,
+        "sums": gradient_sum.zeros(variables, optimizer.accum_dtype),
+        "state": task.first_state(),
+    }
+    kept = plan.layout.specs if plan.layout is not None else ()
+    carry, tensors = task.loop(body, carry, kept)
+    task.batch.weight = 1 if task.batch.is_sum else carry["weight"]
+    return Evaluation(
+        carry["loss"],
+        carry["output_losses"],
+        [
+            total if has else None
+            for total, has in zip(carry["sums"], has_gradient, strict=True)
+        ],
+        carry["state"],
+        plan.layout.pack(tensors) if task.keeps_outputs else None,
+    )
