@@ -126,7 +126,8 @@ class AccumModelAttachment(Attachment):
         return nesting.find(self._model.optimizer)
 
     @property
-    def cutting(self):
+    def cutting(self) -> Cutting:
+        """The callback's way of cutting, or the model's."""
         return self._cutting or self._model.cutting
 
     def _attach(self):
@@ -150,7 +151,8 @@ class PlainAttachment(Attachment):
     _compiled_step = None
 
     @property
-    def cutting(self):
+    def cutting(self) -> Cutting:
+        """The callback's way of cutting, or none."""
         if self._cutting is None:
             self._cutting = Cutting()
         return self._cutting

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from accum_model import cut_checks
@@ -20,14 +21,14 @@ TrainFunction = Callable[[Iterator[Any]], Any]
 def retrying(
     cutting: Cutting,
     compile_step: Callable[[], TrainFunction],
-    steps_per_execution: int,
+    model: keras.Model,
 ) -> TrainFunction:
     """Returns a train function that halves the size when memory runs out.
 
     Args:
         cutting: Holds the size.
         compile_step: Compiles Keras's train function for the present size.
-        steps_per_execution: Batches per call.
+        model: The model to be trained.
     """
     step = compile_step()
 
@@ -44,14 +45,15 @@ def retrying(
                 if cutting.num_commits > num_commits:
                     raise cut_checks.update_does_not_fit(num_rows) from error
                 cutting.halve(num_rows, error)
-                step = compile_step()
+                if model.jit_compile:
+                    step = compile_step()
             else:
                 cutting.note_fit(num_rows)
                 return logs
 
     def train_function(iterator):
         logs = train_on(next(iterator))
-        for _ in range(steps_per_execution - 1):
+        for _ in range(model.steps_per_execution - 1):
             try:
                 data = next(iterator)
             except StopIteration:

@@ -38,28 +38,31 @@ def evaluate(task: Task) -> Evaluation:
     outputs = tensors[: plan.layout.num_outputs]
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(task.chunks.data)
     loss_metrics = task.loss_metrics()
-    with task.scope(state) as scope:
-        with tf.GradientTape() as tape:
-            tape.watch([*outputs, *added])
-            # Those of the first pass: here they are one sum over the batch.
-            _keras_compat.clear_losses(model)
-            for each in added:
-                # A functional model refuses its own `add_loss`.
-                keras.layers.Layer.add_loss(model, each)
-            with (
-                task.batch.watch(model),
-                evaluation.caught_losses(loss_metrics) as caught,
-            ):
-                loss = _keras_compat.compute_loss(
-                    model, x, y, y_pred, sample_weight
-                )
-            scaled = task.optimizer.scale_loss(loss)
-        plan.note_assigned(scope)
-        num_outputs = len(outputs)
-        gradients = tape.gradient(scaled, [*outputs, *added, *variables])
-        state = scope.values_of(plan.state)
+    with tf.GradientTape() as tape, task.scope(state) as scope:
+        tape.watch([*outputs, *added])
+        # Those of the first pass: here they are one sum over the batch.
+        _keras_compat.clear_losses(model)
+        for each in added:
+            # A functional model refuses its own `add_loss`.
+            keras.layers.Layer.add_loss(model, each)
+        with (
+            task.batch.watch(model),
+            evaluation.caught_losses(loss_metrics) as caught,
+        ):
+            loss = _keras_compat.compute_loss(
+                model, x, y, y_pred, sample_weight
+            )
+        scaled = task.optimizer.scale_loss(loss)
+    plan.note_assigned(scope)
+    state = scope.values_of(plan.state)
+    gradients = tape.gradient(scaled, [*outputs, *added, *variables])
+    num_outputs = len(outputs)
     d_outputs = list(map(_dense, gradients[:num_outputs]))
-    d_added = gradients[num_outputs : num_outputs + len(added)]
+    d_added = [
+        gradient
+        for gradient in gradients[num_outputs : num_outputs + len(added)]
+        if gradient is not None
+    ]
     direct = gradients[num_outputs + len(added) :]
     zero = tf.zeros((), "float64")
     return Evaluation(
@@ -122,7 +125,7 @@ def _second_pass(task, first_states, d_outputs, d_added, direct):
         task: The step.
         first_states: As `_first_pass` returns them.
         d_outputs: Gradient of the loss with respect to each output, or None.
-        d_added: The same for what layers have added to the loss.
+        d_added: The same for what layers have added, at most one scalar.
         direct: The same for each variable, the outputs held fixed.
     """
     model = task.model
@@ -133,40 +136,30 @@ def _second_pass(task, first_states, d_outputs, d_added, direct):
     def body(index, data, num_rows, sums):
         x, d_outputs = data
         state = [values[index] for values in first_states]
-        with task.scope(state):
-            with tf.GradientTape() as tape:
-                y_pred = _keras_compat.call_for_training(model, x)
-                terms = micro_batch.added_losses(model)
-            pulled = [
-                (output, gradient)
-                for output, gradient in zip(
-                    keras.tree.flatten(y_pred), d_outputs, strict=True
-                )
-                if gradient is not None
-            ]
-            share = task.chunks.share(num_rows)
-            for gradient in d_added:
-                if gradient is not None:
-                    pulled += [
-                        (
-                            term,
-                            _spread(
-                                gradient * tf.cast(share, gradient.dtype), term
-                            ),
-                        )
-                        for term in terms
-                    ]
-            targets, output_gradients = zip(*pulled, strict=True)
-            gradients = tape.gradient(
-                targets, variables, output_gradients=output_gradients
+        with tf.GradientTape() as tape, task.scope(state):
+            y_pred = _keras_compat.call_for_training(model, x)
+            terms = micro_batch.added_losses(model)
+        pulled = [
+            (output, gradient)
+            for output, gradient in zip(
+                keras.tree.flatten(y_pred), d_outputs, strict=True
             )
+            if gradient is not None
+        ]
+        share = task.chunks.share(num_rows)
+        for gradient in d_added:
+            pulled += [(term, _spread(gradient, share, term)) for term in terms]
+        targets, output_gradients = zip(*pulled, strict=True)
+        gradients = tape.gradient(
+            targets, variables, output_gradients=output_gradients
+        )
         for j, gradient in enumerate(gradients):
             has_gradient[j] = has_gradient[j] or gradient is not None
         return gradient_sum.add(variables, sums, gradients), []
 
     sums = gradient_sum.zeros(variables, task.optimizer.accum_dtype)
     sums = gradient_sum.add(variables, sums, direct)
-    if any(gradient is not None for gradient in [*d_outputs, *d_added]):
+    if d_added or any(gradient is not None for gradient in d_outputs):
         sums, _ = task.of_data((x, d_outputs)).loop(body, sums)
     return [
         total if has else None
@@ -178,9 +171,10 @@ def _sum(terms, dtype):
     return tf.add_n([tf.reduce_sum(tf.cast(term, dtype)) for term in terms])
 
 
-def _spread(gradient, term):
-    """The gradient of a sum over the elements of `term`."""
-    return tf.fill(tf.shape(term), tf.cast(gradient, term.dtype))
+def _spread(gradient, share, term):
+    """The gradient of a share of the sum over the elements of `term`."""
+    value = tf.cast(gradient, "float64") * share
+    return tf.fill(tf.shape(term), tf.cast(value, term.dtype))
 
 
 def _dense(gradient):

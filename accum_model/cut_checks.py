@@ -174,6 +174,6 @@ def update_does_not_fit(num_rows: int) -> tf.errors.ResourceExhaustedError:
         None,
         "The memory ran out in the update itself, which no "
         "`micro_batch_size` makes smaller. Received: a batch of "
-        f"{num_rows} rows. The update may be half done: load the last "
-        "checkpoint, and take a smaller model or an optimizer with fewer slots.",
+        f"{num_rows} rows. The update may be half done: go back to the last "
+        "checkpoint, with a smaller model or an optimizer with fewer slots.",
     )

@@ -37,13 +37,13 @@ class Cutting:
         self.size: int | None = None
         self.verbose = 1
         self._num_commits: tf.Variable | None = None
+        self._size_in_graph: tf.Variable | None = None
         self._rows_in_use: int | None = None
         self._has_said_size = False
         if self.is_auto:
             with tf.init_scope():
-                self._num_commits = tf.Variable(
-                    0, dtype="int64", trainable=False
-                )
+                self._num_commits = _counter(0)
+                self._size_in_graph = _counter(tf.int64.max)
         else:
             self.size = self.micro_batch_size
 
@@ -61,6 +61,15 @@ class Cutting:
     def rows_in_use(self) -> int | None:
         """Rows per micro-batch, for the logs; None while they are unknown."""
         return self._rows_in_use if self.is_auto else self.size
+
+    def size_for(self, use_xla: bool) -> int | tf.Tensor | None:
+        """The size as the step reads it, which may be in a graph.
+
+        A graph need not be made anew for another size, unless XLA compiles it.
+        """
+        if use_xla or tf.executing_eagerly() or self._size_in_graph is None:
+            return self.size
+        return tf.convert_to_tensor(self._size_in_graph)
 
     @property
     def num_commits(self) -> int:
@@ -86,6 +95,7 @@ class Cutting:
         if tried == 1:
             raise cut_checks.nothing_fits(num_rows) from cause
         self.size = -(-tried // 2)
+        self._size_in_graph.assign(self.size)
         self._has_said_size = False
 
     def note_fit(self, num_rows: int) -> None:
@@ -99,3 +109,7 @@ class Cutting:
                     f"(of a batch of {num_rows}).",
                     flush=True,
                 )
+
+
+def _counter(value):
+    return tf.Variable(value, dtype="int64", trainable=False)

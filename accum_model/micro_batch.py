@@ -94,7 +94,7 @@ class MicroBatch:
         )
 
     def share(self, loss: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-        """`loss` times `share`, for a part of a batch, and all that is in it."""
+        """`loss` times `share`, for a part of a batch."""
         shared = loss * tf.cast(share, loss.dtype)
         if loss is self._loss:
             self._loss = shared

@@ -36,29 +36,29 @@ def evaluate(task: Task) -> Evaluation:
     def body(index, data, num_rows, carry):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         batch = micro_batch.MicroBatch(num_rows)
-        with task.scope(carry["state"]) as scope:
-            with tf.GradientTape() as tape:
-                y_pred = _keras_compat.call_for_training(model, x)
-                with (
-                    batch.watch(model, denominators.factor(num_rows)),
-                    evaluation.caught_losses(loss_metrics) as caught,
-                ):
-                    loss = _keras_compat.compute_loss(
-                        model, x, y, y_pred, sample_weight
-                    )
-                denominators.check(batch.terms)
-                share = denominators.share(num_rows, batch.weight)
-                loss = batch.share(loss, share)
-                with optimizer.micro_batch(batch):
-                    scaled = optimizer.scale_loss(loss)
-            if task.keeps_outputs:
-                plan.note_outputs(y_pred)
-                kept = plan.layout.flatten(y_pred, num_rows)
-            else:
+        with tf.GradientTape() as tape, task.scope(carry["state"]) as scope:
+            y_pred = _keras_compat.call_for_training(model, x)
+            with (
+                batch.watch(model, denominators.factor(num_rows)),
+                evaluation.caught_losses(loss_metrics) as caught,
+            ):
+                loss = _keras_compat.compute_loss(
+                    model, x, y, y_pred, sample_weight
+                )
+            denominators.check(batch.terms)
+            share = denominators.share(num_rows, batch.weight)
+            loss = batch.share(loss, share)
+            with optimizer.micro_batch(batch):
+                scaled = optimizer.scale_loss(loss)
+        kept = []
+        if task.keeps_outputs:
+            plan.note_outputs(y_pred)
+            kept = plan.layout.flatten(y_pred, num_rows)
+        else:
+            with scope:
                 model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-                kept = []
-            plan.note_assigned(scope)
-            gradients = tape.gradient(scaled, variables)
+        plan.note_assigned(scope)
+        gradients = tape.gradient(scaled, variables)
         for j, gradient in enumerate(gradients):
             has_gradient[j] = has_gradient[j] or gradient is not None
         task.batch.take_part(batch)

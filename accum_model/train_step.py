@@ -85,14 +85,16 @@ def compile_into(
     step = functools.partial(run, model, model.train_step, cutting)
 
     def compile_step():
+        before = model.train_function
         with _keras_compat.instance_attribute(model, "train_step", step):
             make_train_function(force=True)
-        return model.train_function
+        function, model.train_function = model.train_function, before
+        return function
 
     cutting.plan = Plan()
     if cutting.is_auto:
-        model.train_function = auto_size.retrying(
-            cutting, compile_step, model.steps_per_execution
-        )
-        return model.train_function
-    return compile_step()
+        function = auto_size.retrying(cutting, compile_step, model)
+    else:
+        function = compile_step()
+    model.train_function = function
+    return function
