@@ -12,7 +12,7 @@ import keras
 from accum_model import _keras_compat
 from accum_model import nesting
 from accum_model import train_step
-from accum_model.cutting import Cutting
+from accum_model.cut.cutting import Cutting
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
 

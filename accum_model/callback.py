@@ -15,12 +15,12 @@ from accum_model import _keras_compat
 from accum_model import attachment
 from accum_model import batch_size
 from accum_model import checks
-from accum_model import cut_checks
 from accum_model import epoch_boundary
 from accum_model import guard
 from accum_model import nesting
 from accum_model import schedule
-from accum_model.cutting import Cutting
+from accum_model.cut import cut_checks
+from accum_model.cut.cutting import Cutting
 from accum_model.model import AccumModel
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import keras
 
+from accum_model import batch_statistics
 from accum_model import checks
 from accum_model import nesting
-from accum_model.cutting import Cutting
+from accum_model.cut.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 
 
@@ -68,6 +69,10 @@ class EpochBoundary(keras.callbacks.Callback):
             return
         self._batches_before = optimizer.num_micro_batches
         self._warn_if_never_full((self.params or {}).get("steps"))
+        if optimizer.accum_steps > 1:
+            batch_statistics.warn_once(
+                self.model, f"accum_steps={optimizer.accum_steps}"
+            )
         if not self._has_seen_batch:
             self._watch_first_batch()
 

@@ -16,13 +16,13 @@ import keras
 
 from accum_model import _keras_compat
 from accum_model import checks
-from accum_model import cut_checks
 from accum_model import epoch_boundary
 from accum_model import micro_batch
 from accum_model import nesting
 from accum_model import train_step
 from accum_model import variant
-from accum_model.cutting import Cutting
+from accum_model.cut import cut_checks
+from accum_model.cut.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 from accum_model.settings import Settings
 

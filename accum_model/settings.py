@@ -6,7 +6,7 @@ import keras
 
 from accum_model import checks
 from accum_model import nesting
-from accum_model.cutting import Cutting
+from accum_model.cut.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 
 

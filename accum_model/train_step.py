@@ -12,13 +12,14 @@ from typing import Any
 import keras
 
 from accum_model import _keras_compat
-from accum_model import auto_size
-from accum_model import cut_step
+from accum_model import batch_statistics
 from accum_model import data_rows
 from accum_model import micro_batch
-from accum_model.cutting import Cutting
+from accum_model.cut import auto_size
+from accum_model.cut import cut_step
+from accum_model.cut.cutting import Cutting
+from accum_model.cut.plan import Plan
 from accum_model.optimizer import AccumOptimizer
-from accum_model.plan import Plan
 
 Step = Callable[[Any], Any]
 
@@ -92,6 +93,12 @@ def compile_into(
         return function
 
     cutting.plan = Plan()
+    if cutting.size is not None:
+        batch_statistics.warn_once(model, f"micro_batch_size={cutting.size}")
+    if isinstance(optimizer, AccumOptimizer) and optimizer.accum_steps > 1:
+        batch_statistics.warn_once(
+            model, f"accum_steps={optimizer.accum_steps}"
+        )
     if cutting.is_auto:
         function = auto_size.retrying(cutting, compile_step, model)
     else:

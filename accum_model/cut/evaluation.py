@@ -15,12 +15,12 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
-from accum_model import chunk_loop
-from accum_model.chunks import Chunks
+from accum_model.cut import chunk_loop
+from accum_model.cut.chunks import Chunks
+from accum_model.cut.plan import Plan
+from accum_model.cut.pure_state import PureScope
 from accum_model.micro_batch import MicroBatch
 from accum_model.optimizer import AccumOptimizer
-from accum_model.plan import Plan
-from accum_model.pure_state import PureScope
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
-from accum_model import cut_checks
+from accum_model.cut import cut_checks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
-from accum_model import evaluation
-from accum_model import gradient_sum
 from accum_model import micro_batch
-from accum_model.evaluation import Evaluation
-from accum_model.evaluation import Task
+from accum_model.cut import evaluation
+from accum_model.cut import gradient_sum
+from accum_model.cut.evaluation import Evaluation
+from accum_model.cut.evaluation import Task
 
 
 def evaluate(task: Task) -> Evaluation:

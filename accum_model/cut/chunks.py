@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import cut_checks
+from accum_model.cut import cut_checks
 
 
 class Chunks:

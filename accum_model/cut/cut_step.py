@@ -12,12 +12,12 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
-from accum_model import batch_scope
-from accum_model import micro_batch_scope
-from accum_model.chunks import Chunks
-from accum_model.cutting import Cutting
-from accum_model.evaluation import Evaluation
-from accum_model.evaluation import Task
+from accum_model.cut import batch_scope
+from accum_model.cut import micro_batch_scope
+from accum_model.cut.chunks import Chunks
+from accum_model.cut.cutting import Cutting
+from accum_model.cut.evaluation import Evaluation
+from accum_model.cut.evaluation import Task
 from accum_model.micro_batch import MicroBatch
 from accum_model.optimizer import AccumOptimizer
 

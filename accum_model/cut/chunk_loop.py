@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from accum_model.chunks import Chunks
+from accum_model.cut.chunks import Chunks
 
 # body(index, data, num_rows, carry) -> (carry, tensors to keep)
 Body = Callable[..., tuple[Any, list[tf.Tensor]]]

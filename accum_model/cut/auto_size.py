@@ -11,9 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import cut_checks
+from accum_model import batch_statistics
 from accum_model import data_rows
-from accum_model.cutting import Cutting
+from accum_model.cut import cut_checks
+from accum_model.cut.cutting import Cutting
 
 TrainFunction = Callable[[Iterator[Any]], Any]
 
@@ -49,6 +50,10 @@ def retrying(
                     step = compile_step()
             else:
                 cutting.note_fit(num_rows)
+                if cutting.size is not None:
+                    batch_statistics.warn_once(
+                        model, f"micro_batch_size={cutting.size}"
+                    )
                 return logs
 
     def train_function(iterator):

@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from accum_model import cut_checks
-from accum_model.plan import Plan
+from accum_model.cut import cut_checks
+from accum_model.cut.plan import Plan
 
 
 class Cutting:

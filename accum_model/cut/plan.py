@@ -13,8 +13,8 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from accum_model import kept_outputs
-from accum_model.pure_state import PureScope
+from accum_model.cut import kept_outputs
+from accum_model.cut.pure_state import PureScope
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 from accum_model import _keras_compat
 from accum_model import loss_terms
 from accum_model import micro_batch
-from accum_model.evaluation import Task
-from accum_model.plan import Plan
+from accum_model.cut.evaluation import Task
+from accum_model.cut.plan import Plan
 
 
 class Denominators:

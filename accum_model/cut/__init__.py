@@ -1,0 +1,1 @@
+"""Batches cut into micro-batches inside one training step."""
