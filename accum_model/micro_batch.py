@@ -28,6 +28,8 @@ class MicroBatch:
         num_rows: As given.
         weight: Scalar: the denominator of the compiled loss, as far as it is
             known; else the rows.
+        num_skipped: How many parts of it were left out because their gradients
+            were not finite.
         is_sum: True when the loss is a sum, which is not to be divided.
         has_mixed_denominators: True when several outputs are divided by
             different things, which no single weight can do justice to.
@@ -37,6 +39,7 @@ class MicroBatch:
     def __init__(self, num_rows: tf.Tensor) -> None:
         self.num_rows = num_rows
         self.weight: tf.Tensor = num_rows
+        self.num_skipped: tf.Tensor | int = 0
         self.is_sum = False
         self.has_mixed_denominators = False
         self.terms: Sequence[loss_terms.Term] = ()

@@ -47,6 +47,7 @@ class Guard:
         cycle: Accumulator,
         grads: Sequence[Gradient],
         weight: tf.Tensor,
+        num_skipped: tf.Tensor | int = 0,
     ) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
         """Replaces a bad micro-batch by nothing.
 
@@ -54,18 +55,14 @@ class Guard:
             cycle: The cycle of the micro-batch.
             grads: Its gradients.
             weight: Its weight, scalar.
+            num_skipped: How many parts of it were left out already because
+                their gradients were not finite.
 
         Returns:
             Gradients and weight, zero if any of them was not finite; and a
             bool scalar, True if all were.
         """
-        is_finite = tf.reduce_all(
-            [
-                tf.reduce_all(tf.math.is_finite(_values(gradient)))
-                for gradient in (*grads, weight)
-                if gradient is not None
-            ]
-        )
+        is_finite = are_finite([*grads, weight])
         if self.policy == "raise":
             tf.debugging.Assert(
                 is_finite,
@@ -76,11 +73,10 @@ class Guard:
                     "'skip_update' to go on without it.",
                 ],
             )
-        self.num_skipped_micro_batches.assign_add(
-            tf.cast(tf.logical_not(is_finite), "int64")
-        )
+        num_bad = tf.cast(tf.logical_not(is_finite), "int64") + num_skipped
+        self.num_skipped_micro_batches.assign_add(num_bad)
         cycle.is_spoiled.assign(
-            tf.logical_or(cycle.is_spoiled.value, tf.logical_not(is_finite))
+            tf.logical_or(cycle.is_spoiled.value, num_bad > 0)
         )
         return (
             [_where(is_finite, gradient) for gradient in grads],
@@ -109,6 +105,17 @@ class Guard:
             "skipped_micro_batches": self.num_skipped_micro_batches,
             "skipped_updates": self.num_skipped_updates,
         }
+
+
+def are_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
+    """True when every number in them is finite, bool scalar."""
+    return tf.reduce_all(
+        [
+            tf.reduce_all(tf.math.is_finite(_values(gradient)))
+            for gradient in gradients
+            if gradient is not None
+        ]
+    )
 
 
 def lower_loss_scale(

@@ -132,9 +132,12 @@ class AccumOptimizer(optimizer_state.OptimizerState):
         cycle = self._buffers.cycle_of(trainable_variables)
         weight = self._weigh(cycle, weight)
         batch = self._micro_batch
-        self._updater.take(
-            cycle, grads, weight, None if batch is None else batch.num_rows
-        )
+        if batch is None:
+            self._updater.take(cycle, grads, weight, None)
+        else:
+            self._updater.take(
+                cycle, grads, weight, batch.num_rows, batch.num_skipped
+            )
         self._count_micro_batch()
 
     def apply_gradients(

@@ -49,6 +49,7 @@ class Updater:
         grads: Sequence[Gradient],
         weight: tf.Tensor,
         num_rows: tf.Tensor | None,
+        num_skipped: tf.Tensor | int = 0,
     ) -> None:
         """Adds a micro-batch to its cycle; updates if that ends with it.
 
@@ -57,16 +58,23 @@ class Updater:
             grads: Gradients of the micro-batch, one per variable or None.
             weight: Its weight, scalar.
             num_rows: Its rows, scalar, or None where nobody knows.
+            num_skipped: How many parts of it were left out because their
+                gradients were not finite.
         """
         guard, scaling = self.guard, self._scaling
         # A loss scale may change within a cycle: sums are kept without it.
         scale = loss_scale(self._optimizer)
         if guard is not None:
-            grads, weight, is_finite = guard.select(cycle, grads, weight)
+            grads, weight, is_finite = guard.select(
+                cycle, grads, weight, num_skipped
+            )
             if num_rows is not None:
                 num_rows = tf.where(is_finite, num_rows, 0)
             if scaling is not None and guard.policy == "skip_micro_batch":
-                nonfinite.lower_loss_scale(scaling, tf.logical_not(is_finite))
+                has_bad = tf.logical_or(
+                    tf.logical_not(is_finite), num_skipped > 0
+                )
+                nonfinite.lower_loss_scale(scaling, has_bad)
         factor = weight
         if scale is not None:
             factor = weight / tf.cast(scale, weight.dtype)

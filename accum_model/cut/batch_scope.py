@@ -130,10 +130,10 @@ def _second_pass(task, first_states, d_outputs, d_added, direct):
     """
     model = task.model
     variables = model.trainable_variables
-    has_gradient = [gradient is not None for gradient in direct]
+    collector = gradient_sum.Collector(variables, task.optimizer.accum_dtype)
     x, _, _ = keras.utils.unpack_x_y_sample_weight(task.chunks.data)
 
-    def body(index, data, num_rows, sums):
+    def body(index, data, num_rows, collected):
         x, d_outputs = data
         state = [values[index] for values in first_states]
         with tf.GradientTape() as tape, task.scope(state):
@@ -153,18 +153,12 @@ def _second_pass(task, first_states, d_outputs, d_added, direct):
         gradients = tape.gradient(
             targets, variables, output_gradients=output_gradients
         )
-        for j, gradient in enumerate(gradients):
-            has_gradient[j] = has_gradient[j] or gradient is not None
-        return gradient_sum.add(variables, sums, gradients), []
+        return collector.add(collected, gradients), []
 
-    sums = gradient_sum.zeros(variables, task.optimizer.accum_dtype)
-    sums = gradient_sum.add(variables, sums, direct)
+    collected = collector.add(collector.zeros(), direct)
     if d_added or any(gradient is not None for gradient in d_outputs):
-        sums, _ = task.of_data((x, d_outputs)).loop(body, sums)
-    return [
-        total if has else None
-        for total, has in zip(sums, has_gradient, strict=True)
-    ]
+        collected, _ = task.of_data((x, d_outputs)).loop(body, collected)
+    return collector.gradients(collected)
 
 
 def _sum(terms, dtype):

@@ -68,7 +68,7 @@ def _commit(task: Task, results: Evaluation) -> Any:
     ):
         # Keras weighs these by the rows where it knows them ahead.
         metric.update_state(loss, sample_weight=num_rows)
-    _keras_compat.note_loss(model, results.loss, task.batch.num_rows)
+    _keras_compat.note_loss(model, results.loss, task.chunks.num_rows)
     if model.trainable_variables:
         task.optimizer.apply_gradients(
             zip(results.gradients, model.trainable_variables, strict=True)

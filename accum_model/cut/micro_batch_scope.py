@@ -31,7 +31,11 @@ def evaluate(task: Task) -> Evaluation:
     variables = model.trainable_variables
     loss_metrics = task.loss_metrics()
     denominators = Denominators(task)
-    has_gradient = [False] * len(variables)
+    collected = gradient_sum.Collector(
+        variables,
+        optimizer.accum_dtype,
+        skips_nonfinite=optimizer.nonfinite == "skip_micro_batch",
+    )
 
     def body(index, data, num_rows, carry):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -59,8 +63,6 @@ def evaluate(task: Task) -> Evaluation:
                 model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         plan.note_assigned(scope)
         gradients = tape.gradient(scaled, variables)
-        for j, gradient in enumerate(gradients):
-            has_gradient[j] = has_gradient[j] or gradient is not None
         task.batch.take_part(batch)
         output_losses = [
             total + tf.cast(caught[j], "float64") * share
@@ -71,8 +73,9 @@ def evaluate(task: Task) -> Evaluation:
         return {
             "loss": carry["loss"] + tf.cast(loss, "float64"),
             "output_losses": output_losses,
-            "weight": carry["weight"] + tf.cast(batch.weight, "float64"),
-            "sums": gradient_sum.add(variables, carry["sums"], gradients),
+            "collected": collected.add(
+                carry["collected"], gradients, batch.weight, num_rows
+            ),
             "state": scope.values_of(plan.state),
         }, kept
 
@@ -80,20 +83,16 @@ def evaluate(task: Task) -> Evaluation:
     carry = {
         "loss": zero,
         "output_losses": [zero] * len(loss_metrics),
-        "weight": zero,
-        "sums": gradient_sum.zeros(variables, optimizer.accum_dtype),
+        "collected": collected.zeros(),
         "state": task.first_state(),
     }
     kept = plan.layout.specs if plan.layout is not None else ()
     carry, tensors = task.loop(body, carry, kept)
-    task.batch.weight = 1 if task.batch.is_sum else carry["weight"]
+    sums = collected.finish(carry["collected"], task.batch)
     return Evaluation(
         carry["loss"],
         carry["output_losses"],
-        [
-            total if has else None
-            for total, has in zip(carry["sums"], has_gradient, strict=True)
-        ],
+        sums,
         carry["state"],
         plan.layout.pack(tensors) if task.keeps_outputs else None,
     )
