@@ -61,6 +61,18 @@ def no_own_train_step(
         )
 
 
+def one_replica(size: int | str) -> None:
+    """Refuses to cut under a strategy of several replicas."""
+    strategy = tf.distribute.get_strategy()
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "`micro_batch_size` needs one replica in this version. Received: "
+            f"micro_batch_size={size!r} under {type(strategy).__name__} with "
+            f"{strategy.num_replicas_in_sync} replicas. Train on one device, "
+            "or leave it out."
+        )
+
+
 def batch_dimension(tensor: tf.Tensor) -> None:
     """Raises if `tensor` is a scalar."""
     if tensor.shape.rank == 0:

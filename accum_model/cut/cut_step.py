@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from accum_model import _keras_compat
 from accum_model.cut import batch_scope
+from accum_model.cut import cut_checks
 from accum_model.cut import micro_batch_scope
 from accum_model.cut.chunks import Chunks
 from accum_model.cut.cutting import Cutting
@@ -39,6 +40,7 @@ def run(
     Returns:
         The logs, as `train_step` returns them.
     """
+    cut_checks.one_replica(cutting.micro_batch_size)
     plan = cutting.plan
     if not plan.is_built:
         _build(model, optimizer, data)
