@@ -94,7 +94,7 @@ def _first_pass(task):
         with task.scope(state) as scope:
             y_pred = _keras_compat.call_for_training(model, x)
             terms = micro_batch.added_losses(model)
-            plan.note_outputs(y_pred)
+            kept = task.keep(y_pred, num_rows)
             plan.note_added(terms)
             plan.note_assigned(scope)
             share = task.chunks.share(num_rows)
@@ -102,7 +102,6 @@ def _first_pass(task):
                 total + _sum(terms, total.dtype) * tf.cast(share, total.dtype)
                 for total in added
             ]
-            kept = plan.layout.flatten(y_pred, num_rows)
             kept += [tf.expand_dims(value, 0) for value in state]
             return (scope.values_of(plan.state), added), kept
 

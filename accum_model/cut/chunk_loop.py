@@ -22,7 +22,6 @@ def run(
     body: Body,
     carry: Any,
     kept: Sequence[tf.TensorSpec] = (),
-    use_xla: bool = False,
 ) -> tuple[Any, list[tf.Tensor]]:
     """Calls `body` on each micro-batch, in order.
 
@@ -32,7 +31,6 @@ def run(
             carried; returns the latter anew and a list of tensors to keep.
         carry: Nested structure of tensors, handed from call to call.
         kept: Specs of the tensors to keep, of any leading size.
-        use_xla: True when the step is compiled by XLA.
 
     Returns:
         The last `carry`; and the kept tensors of all calls, each list
@@ -40,7 +38,7 @@ def run(
     """
     if tf.executing_eagerly():
         return _run_eagerly(chunks, body, carry, kept)
-    if not use_xla:
+    if not chunks.use_xla:
         count = chunks.num_chunks
         carry, arrays = _loop(chunks, count, body, carry, kept)
         return carry, [array.concat() for array in arrays]

@@ -21,9 +21,11 @@ class Chunks:
             None is passed over.
         size: Rows per micro-batch: int >= 1, int64 scalar tensor, or None for
             the whole batch.
+        use_xla: True when XLA compiles the step. Defaults to False.
 
     Attributes:
         data: As given.
+        use_xla: As given.
         num_rows: Rows of the batch, an int where they are known when a graph is
             traced, else an int64 scalar tensor.
         size: Rows of every micro-batch but the last: like `num_rows`.
@@ -32,14 +34,17 @@ class Chunks:
         ValueError: If a tensor has no batch dimension, or leading sizes differ.
     """
 
-    def __init__(self, data: Any, size: int | tf.Tensor | None) -> None:
+    def __init__(
+        self, data: Any, size: int | tf.Tensor | None, use_xla: bool = False
+    ) -> None:
         sizes = [
             _leading_size(leaf)
             for leaf in keras.tree.flatten(data)
             if leaf is not None
         ]
         self.data = data
-        self.num_rows = cut_checks.equal_leading_sizes(sizes)
+        self.use_xla = use_xla
+        self.num_rows = cut_checks.equal_leading_sizes(sizes, not use_xla)
         if size is None:
             self.size = self.num_rows
         elif _are_ints(size, self.num_rows):

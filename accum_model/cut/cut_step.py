@@ -47,7 +47,8 @@ def run(
         plan.is_built = True
     by_batch = cutting.loss_scope == "batch"
     keeps_outputs = by_batch or not _metrics_add_up(model)
-    chunks = Chunks(data, cutting.size_for(bool(model.jit_compile)))
+    use_xla = bool(model.jit_compile)
+    chunks = Chunks(data, cutting.size_for(use_xla), use_xla)
     batch = MicroBatch(tf.cast(chunks.num_rows, "int64"))
     task = Task(model, optimizer, chunks, batch, plan, keeps_outputs)
     scope = batch_scope if by_batch else micro_batch_scope

@@ -50,13 +50,19 @@ class Task:
         kept: Sequence[tf.TensorSpec] = (),
     ) -> tuple[Any, list[tf.Tensor]]:
         """Runs `body` on each micro-batch, see `chunk_loop.run`."""
-        use_xla = bool(self.model.jit_compile)
-        return chunk_loop.run(self.chunks, body, carry, kept, use_xla)
+        return chunk_loop.run(self.chunks, body, carry, kept)
 
     def of_data(self, data: Any) -> "Task":
         """The same with other data of as many rows."""
-        chunks = Chunks(data, self.chunks.size)
+        chunks = Chunks(data, self.chunks.size, self.chunks.use_xla)
         return dataclasses.replace(self, chunks=chunks)
+
+    def keep(self, y_pred: Any, num_rows: tf.Tensor) -> list[tf.Tensor]:
+        """The outputs of a micro-batch, to be kept."""
+        self.plan.note_outputs(y_pred)
+        return self.plan.layout.flatten(
+            y_pred, num_rows, can_assert=not self.chunks.use_xla
+        )
 
     def scope(self, values: Sequence[tf.Tensor]) -> PureScope:
         """A scope in which the state of the plan has these values."""

@@ -51,9 +51,14 @@ class Layout:
         )
 
     def flatten(
-        self, y_pred: Any, num_rows: int | tf.Tensor
+        self, y_pred: Any, num_rows: int | tf.Tensor, can_assert: bool
     ) -> list[tf.Tensor]:
         """The tensors and masks of a micro-batch.
+
+        Args:
+            y_pred: Outputs of the model.
+            num_rows: Rows of the micro-batch.
+            can_assert: False inside XLA.
 
         Raises:
             ValueError: If an output does not have one row per row of data.
@@ -61,7 +66,10 @@ class Layout:
         outputs = keras.tree.flatten(y_pred)
         masks = [_keras_compat.keras_mask(outputs[j]) for j in self.masked]
         tensors = list(map(tf.convert_to_tensor, [*outputs, *masks]))
-        return [cut_checks.one_row_each(tensor, num_rows) for tensor in tensors]
+        return [
+            cut_checks.one_row_each(tensor, num_rows, can_assert)
+            for tensor in tensors
+        ]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> Any:
         """The outputs of the whole batch, with their masks."""

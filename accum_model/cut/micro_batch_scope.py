@@ -56,8 +56,7 @@ def evaluate(task: Task) -> Evaluation:
                 scaled = optimizer.scale_loss(loss)
         kept = []
         if task.keeps_outputs:
-            plan.note_outputs(y_pred)
-            kept = plan.layout.flatten(y_pred, num_rows)
+            kept = task.keep(y_pred, num_rows)
         else:
             with scope:
                 model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
