@@ -6,7 +6,7 @@ VENV ?= .venv
 PROCESSES ?= auto
 BIN = $(VENV)/bin
 RUFF = $(BIN)/ruff
-SOURCES = accum_model benchmarks tests setup.py
+SOURCES = accum_model benchmarks docs tests setup.py
 RUFF_RULES = --line-length 80 --select E,F,W,I,B,UP,D1 \
 	--ignore D105,D107 \
 	--config 'lint.isort.force-single-line=true' \
