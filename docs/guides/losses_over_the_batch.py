@@ -151,7 +151,7 @@ def train(way, epochs, data, held_out, seed):
         encoder.predict(data.x_validation, batch_size=ROWS, verbose=0),
         data,
     )
-    measures["held-out loss"] = float(ops.mean(nt_xent(None, pair)))
+    measures["NT-Xent"] = float(ops.mean(nt_xent(None, pair)))
     return Result(model, flat(model.get_weights()), measures)
 
 
@@ -250,7 +250,7 @@ def table(runs):
 
 def row(name, *cells):
     """One line of the table."""
-    return f"{name:22}" + "".join(f"{cell:>14}" for cell in cells)
+    return f"{name:22}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def difference(results, way):
