@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from accum_model import _keras_compat
 from accum_model import checks
 
 LOSS_SCOPES = ("micro_batch", "batch")
@@ -58,6 +59,22 @@ def no_own_train_step(
             f"{type(model).__name__} sees the whole batch. Received: "
             f"micro_batch_size={size!r}. Pass accum_steps instead and fit with "
             "a smaller batch_size, which works with any train_step."
+        )
+
+
+def no_stateful_layer(model: keras.Model, size: int | str) -> None:
+    """Refuses to cut the batches of layers that have a state per row."""
+    names = [
+        layer.name
+        for layer in _keras_compat.flat_layers(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+    ]
+    if names:
+        raise ValueError(
+            "`micro_batch_size` needs layers without a state for each row of "
+            f"the batch. Received: micro_batch_size={size!r} for stateful "
+            f"layers {names}. Pass accum_steps instead and fit with a smaller "
+            "batch_size."
         )
 
 

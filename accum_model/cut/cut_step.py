@@ -41,6 +41,7 @@ def run(
         The logs, as `train_step` returns them.
     """
     cut_checks.one_replica(cutting.micro_batch_size)
+    cut_checks.no_stateful_layer(model, cutting.micro_batch_size)
     plan = cutting.plan
     if not plan.is_built:
         _build(model, optimizer, data)
