@@ -273,7 +273,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         given = self._given_cutting
         if given is None:
             return
-        cut_checks.no_own_train_step(model, AccumModel, given.micro_batch_size)
+        cut_checks.no_own_train_step(model, given.micro_batch_size)
         if isinstance(model, AccumModel) and model.cutting.cuts:
             for name in ("micro_batch_size", "loss_scope"):
                 cut_checks.same_setting(

@@ -106,7 +106,7 @@ class AccumModel(keras.Model):
             micro_batch_size,
             loss_scope,
         )
-        cut_checks.no_own_train_step(self, AccumModel, micro_batch_size)
+        cut_checks.no_own_train_step(self, micro_batch_size)
         functional = _keras_compat.functional_class()
         if _is_functional(args, kwargs) and not isinstance(self, functional):
             # Before Keras would rewrite the bases of AccumModel, and with them
@@ -169,7 +169,7 @@ class AccumModel(keras.Model):
         )
         model = checks.keras_model("model", model)
         checks.not_wrapped(model, AccumModel)
-        cut_checks.no_own_train_step(model, AccumModel, micro_batch_size)
+        cut_checks.no_own_train_step(model, micro_batch_size)
         if model.compiled:
             settings.check_optimizer(model.optimizer)
         accum_class = variant.accum_class_of(cls)
@@ -302,6 +302,9 @@ class AccumModel(keras.Model):
         """Trains on one batch; the one that ends a cycle updates."""
         return train_step.run(self, super().train_step, self.cutting, data)
 
+    # Models that have this one, and none of their own, run Keras's.
+    train_step.runs_keras = True
+
     def make_train_function(self, force: bool = False) -> Any:
         """As in Keras, for a `train_step` of the subclass's own too."""
         return train_step.compile_into(
@@ -315,7 +318,7 @@ class AccumModel(keras.Model):
 
     def use_cutting(self, cutting: Cutting) -> None:
         """Cuts batches in another way from the next step on."""
-        cut_checks.no_own_train_step(self, AccumModel, cutting.micro_batch_size)
+        cut_checks.no_own_train_step(self, cutting.micro_batch_size)
         self._accum_settings.cutting = cutting
         self.renew_train_function()
 

@@ -15,7 +15,9 @@ from accum_model import _keras_compat
 from accum_model import batch_statistics
 from accum_model import data_rows
 from accum_model import micro_batch
+from accum_model import two_point
 from accum_model.cut import auto_size
+from accum_model.cut import cut_checks
 from accum_model.cut import cut_step
 from accum_model.cut.cutting import Cutting
 from accum_model.cut.plan import Plan
@@ -44,7 +46,7 @@ def run(model: keras.Model, step: Step, cutting: Cutting, data: Any) -> Any:
         return step(data)
     if optimizer.is_in_micro_batch:  # A train_step that calls another.
         return step(data)
-    if cutting.cuts:
+    if cutting.cuts or _takes_two_points(model):
         return cut_step.run(model, optimizer, data, cutting)
     if not (optimizer.is_accumulating or optimizer.counts_rows):
         return step(data)
@@ -57,6 +59,12 @@ def run(model: keras.Model, step: Step, cutting: Cutting, data: Any) -> Any:
             )
             stack.enter_context(batch.watch(model))
         return step(data)
+
+
+def _takes_two_points(model: keras.Model) -> bool:
+    if two_point.find(model.optimizer) is None:
+        return False
+    return not cut_checks.has_own_train_step(model)
 
 
 def compile_into(

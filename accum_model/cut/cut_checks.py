@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from accum_model import _keras_compat
 from accum_model import checks
+from accum_model import two_point
 
 LOSS_SCOPES = ("micro_batch", "batch")
 
@@ -44,22 +45,55 @@ def loss_scope(value: Any, size: int | str | None) -> str:
     return value
 
 
-def no_own_train_step(
-    model: keras.Model, accum_class: type, size: int | str | None
-) -> None:
-    """Refuses to cut batches of a model whose step is not Keras's."""
+def has_own_train_step(model: keras.Model) -> bool:
+    """True when the step of `model` is not Keras's."""
     step = type(model).train_step
-    is_own = "train_step" in vars(model) or step not in (
-        keras.Model.train_step,
-        accum_class.train_step,
-    )
-    if size is not None and is_own:
+    is_kerass = step is keras.Model.train_step or hasattr(step, "runs_keras")
+    return "train_step" in vars(model) or not is_kerass
+
+
+def no_own_train_step(model: keras.Model, size: int | str | None) -> None:
+    """Refuses to cut batches of a model whose step is not Keras's."""
+    if size is not None and has_own_train_step(model):
         raise ValueError(
             "`micro_batch_size` needs Keras's own train_step, because that of "
             f"{type(model).__name__} sees the whole batch. Received: "
             f"micro_batch_size={size!r}. Pass accum_steps instead and fit with "
             "a smaller batch_size, which works with any train_step."
         )
+
+
+def updates_every_step(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses to accumulate over steps for an optimizer of two points."""
+    pair = two_point.find(optimizer)
+    steps = getattr(optimizer, "accum_steps", 1)
+    if pair is not None and steps > 1:
+        raise ValueError(
+            f"`accum_steps` must be 1 with {type(pair).__name__}, because its "
+            "second gradient needs all rows of an update in one step. "
+            f"Received: accum_steps={steps!r}. Pass micro_batch_size instead "
+            "and fit with the large batch_size."
+        )
+
+
+def one_per_variable(
+    name: str,
+    optimizer: keras.optimizers.Optimizer,
+    tensors: Any,
+    variables: Sequence[keras.Variable],
+) -> list[tf.Tensor]:
+    """Checks what a method of a two-point optimizer returned."""
+    tensors = list(tensors)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    expected = [tuple(variable.shape) for variable in variables]
+    if shapes != expected:
+        raise ValueError(
+            f"`{name}` must return one tensor of each variable's shape. "
+            f"Received: shapes {shapes} from {type(optimizer).__name__} for "
+            f"variables of shapes {expected}. Return a list in the order of "
+            "the variables."
+        )
+    return tensors
 
 
 def no_stateful_layer(model: keras.Model, size: int | str) -> None:

@@ -12,9 +12,11 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
+from accum_model import two_point
 from accum_model.cut import batch_scope
 from accum_model.cut import cut_checks
 from accum_model.cut import micro_batch_scope
+from accum_model.cut import second_point
 from accum_model.cut.chunks import Chunks
 from accum_model.cut.cutting import Cutting
 from accum_model.cut.evaluation import Evaluation
@@ -41,6 +43,7 @@ def run(
         The logs, as `train_step` returns them.
     """
     cut_checks.one_replica(cutting.micro_batch_size)
+    cut_checks.updates_every_step(optimizer)
     cut_checks.no_stateful_layer(model, cutting.micro_batch_size)
     plan = cutting.plan
     if not plan.is_built:
@@ -55,7 +58,10 @@ def run(
     scope = batch_scope if by_batch else micro_batch_scope
     with optimizer.micro_batch(batch):
         results = plan.settle(lambda: scope.evaluate(task))
-        with tf.control_dependencies(_tensors(results)):
+        pair = two_point.find(optimizer)
+        if pair is not None:
+            results = second_point.evaluate(task, scope.evaluate, pair, results)
+        with tf.control_dependencies(_tensors(results)), two_point.served():
             cutting.note_commit()
             return _commit(task, results)
 

@@ -34,6 +34,8 @@ class Task:
         batch: Where the weight of the batch is noted for the optimizer.
         plan: What is known of the step.
         keeps_outputs: True when the metrics are to see the whole batch.
+        displacement: What is added to the trainable variables, one tensor
+            each, for the gradient at a second point; None at the first.
     """
 
     model: keras.Model
@@ -42,6 +44,12 @@ class Task:
     batch: MicroBatch
     plan: Plan
     keeps_outputs: bool
+    displacement: Sequence[tf.Tensor] | None = None
+
+    @property
+    def is_measured(self) -> bool:
+        """True when metrics are told of it."""
+        return self.displacement is None
 
     def loop(
         self,
@@ -51,6 +59,12 @@ class Task:
     ) -> tuple[Any, list[tf.Tensor]]:
         """Runs `body` on each micro-batch, see `chunk_loop.run`."""
         return chunk_loop.run(self.chunks, body, carry, kept)
+
+    def at(self, displacement: Sequence[tf.Tensor]) -> "Task":
+        """The same at displaced weights."""
+        return dataclasses.replace(
+            self, displacement=displacement, keeps_outputs=False
+        )
 
     def of_data(self, data: Any) -> "Task":
         """The same with other data of as many rows."""
@@ -66,7 +80,7 @@ class Task:
 
     def scope(self, values: Sequence[tf.Tensor]) -> PureScope:
         """A scope in which the state of the plan has these values."""
-        return PureScope(self.model, self.plan.state, values)
+        return PureScope(self.model, self.plan.state, values, self.displacement)
 
     def first_state(self) -> list[tf.Tensor]:
         """The values of the state before the step."""

@@ -57,7 +57,7 @@ def evaluate(task: Task) -> Evaluation:
         kept = []
         if task.keeps_outputs:
             kept = task.keep(y_pred, num_rows)
-        else:
+        elif task.is_measured:
             with scope:
                 model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         plan.note_assigned(scope)
@@ -85,7 +85,9 @@ def evaluate(task: Task) -> Evaluation:
         "collected": collected.zeros(),
         "state": task.first_state(),
     }
-    kept = plan.layout.specs if plan.layout is not None else ()
+    kept = ()
+    if task.keeps_outputs and plan.layout is not None:
+        kept = plan.layout.specs
     carry, tensors = task.loop(body, carry, kept)
     sums = collected.finish(carry["collected"], task.batch)
     return Evaluation(

@@ -19,6 +19,8 @@ class PureScope(keras.StatelessScope):
         model: The model that is run inside.
         variables: Variables with another value inside than outside.
         values: Their values, one tensor per variable.
+        displacement: What is added to the trainable variables inside, one
+            tensor each, or None for nothing.
 
     Attributes:
         assigned: The variables that were assigned inside, in order.
@@ -29,13 +31,17 @@ class PureScope(keras.StatelessScope):
         model: keras.Model,
         variables: Sequence[keras.Variable] = (),
         values: Sequence[tf.Tensor] = (),
+        displacement: Sequence[tf.Tensor] | None = None,
     ) -> None:
         super().__init__(collect_losses=True)
         self.assigned: list[keras.Variable] = []
         # Keras asks for the value of each variable that has a penalty. These
         # are TensorFlow's variables, not copies.
-        for variable in model.trainable_variables:
-            super().add_update((variable, variable.value))
+        for j, variable in enumerate(model.trainable_variables):
+            value = variable.value
+            if displacement is not None:
+                value = value + tf.cast(displacement[j], value.dtype)
+            super().add_update((variable, value))
         for variable, value in zip(variables, values, strict=True):
             self._set(variable, value)
 
