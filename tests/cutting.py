@@ -14,7 +14,7 @@ import numpy as np
 from accum_model import AccumCallback
 from accum_model import AccumModel
 
-LENGTH = 4
+LENGTH = 3
 NUM_TOKENS = 9
 
 
@@ -41,7 +41,7 @@ def sgd():
     return keras.optimizers.SGD(0.125)
 
 
-def fit(model, data, *, batch_size=10, epochs=2, callbacks=(), **kwargs):
+def fit(model, data, *, batch_size=10, epochs=1, callbacks=(), **kwargs):
     """Fits on (x, y[, sample weights]) in their order; returns the history."""
     x, y, sample_weight = (*data, None)[:3]
     return model.fit(

@@ -20,22 +20,23 @@ EAGER = {"run_eagerly": True}
 def test_every_size_equals_the_uncut_batch(name):
     """https://github.com/mosaicml/composer/pull/1771
 
-    Batches of 10 and of 3 rows: sizes that divide them, that do not, and that
-    exceed them. One size after the other, the two models side by side.
+    10 rows: sizes that divide them, that do not, and that exceed them. One
+    size after the other, the two models side by side.
     """
     case = cutting.CASES[name]
     plain = case.make()
     ours = AccumModel.wrap(case.make(), micro_batch_size=1)
     for model in (plain, ours):
         model.compile(**case.compile_kwargs(), **EAGER)
-    data = case.data(13)
-    for size in SIZES:
+    data = case.data(10)
+    sizes = (3, 7) if "sum" in name else SIZES
+    for size in sizes:
         ours.micro_batch_size = size
-        logs = [cutting.fit(each, data, epochs=1) for each in (ours, plain)]
+        logs = [cutting.fit(each, data) for each in (ours, plain)]
         cutting.assert_same_logs(*logs, case.tolerance)
         helpers.assert_close(ours, plain, case.tolerance)
-    assert cutting.distance(plain, case.make()) > 1e-2
-    assert int(ours.optimizer.iterations) == 2 * len(SIZES)
+    assert cutting.distance(plain, case.make()) > 1e-3
+    assert int(ours.optimizer.iterations) == len(sizes)
     helpers.assert_close(
         helpers.values(ours.optimizer.variables),
         helpers.values(plain.optimizer.variables),
@@ -58,26 +59,21 @@ def test_every_size_equals_the_uncut_batch_when_compiled(name, mode_name):
 # Ways in, modes and sources of data.
 
 
-@pytest.mark.parametrize("micro_batch_size", [3])
 @pytest.mark.parametrize("way", ["functional", "subclass", "callback"])
-def test_every_way_in_equals_the_uncut_batch(way, micro_batch_size):
+def test_every_way_in_equals_the_uncut_batch(way):
     """`wrap` is what the other tests use."""
     data = helpers.rows(17)
     plain = helpers.functional()
     callbacks = []
     if way == "functional":
         model = helpers.with_known_weights(
-            AccumModel(*helpers.tensors(), micro_batch_size=micro_batch_size)
+            AccumModel(*helpers.tensors(), micro_batch_size=3)
         )
     elif way == "subclass":
-        model = helpers.subclassed(
-            AccumModel, micro_batch_size=micro_batch_size
-        )
+        model = helpers.subclassed(AccumModel, micro_batch_size=3)
     else:
         model = helpers.functional()
-        callbacks = [
-            AccumCallback(micro_batch_size=micro_batch_size, verbose=0)
-        ]
+        callbacks = [AccumCallback(micro_batch_size=3, verbose=0)]
     for each in (plain, model):
         each.compile(
             keras.optimizers.Adam(0.0625), "mse", metrics=["mae"], **EAGER
@@ -85,9 +81,9 @@ def test_every_way_in_equals_the_uncut_batch(way, micro_batch_size):
     ours = model, cutting.fit(model, data, callbacks=callbacks)
     cutting.assert_same(ours, (plain, cutting.fit(plain, data)))
     if way == "callback":
-        assert ours[1]["micro_batch_size"] == [3, 3]
-        assert ours[1]["updates"] == [2, 2]
-        assert ours[1]["effective_batch_size"] == [8.5, 8.5]
+        assert ours[1]["micro_batch_size"] == [3]
+        assert ours[1]["updates"] == [2]
+        assert ours[1]["effective_batch_size"] == [8.5]
 
 
 def test_callback_cuts_for_the_time_of_fit_only():
@@ -141,7 +137,7 @@ def test_modes_and_steps_per_execution_equal_the_uncut_batch(mode):
 def test_masks_and_weights_in_a_graph_equal_the_uncut_batch():
     """https://github.com/huggingface/transformers/issues/24725"""
     case = cutting.CASES["two heads"]
-    plain = cutting.fit_plain(case, mode=EAGER)
+    plain = cutting.fit_plain(case)
     ours = cutting.fit_cut(case, 4)
     cutting.assert_same(ours, plain, case.tolerance)
 
@@ -477,8 +473,17 @@ def skip_if_activity_penalties_are_sums():
         pytest.skip("this Keras sums activity penalties over the rows")
 
 
-@pytest.mark.parametrize("kind", ["weights", "activity", "added weights"])
-@pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum"])
+@pytest.mark.parametrize(
+    "kind, reduction",
+    [
+        ("weights", "sum"),
+        ("activity", "mean_with_sample_weight"),
+        ("added weights", "sum"),
+        pytest.param("weights", "mean", marks=pytest.mark.slow),
+        pytest.param("activity", "sum", marks=pytest.mark.slow),
+        pytest.param("added weights", "mean", marks=pytest.mark.slow),
+    ],
+)
 def test_penalties_equal_the_uncut_batch(kind, reduction):
     if kind == "activity":
         skip_if_activity_penalties_are_sums()
@@ -574,47 +579,42 @@ def test_masks_in_both_directions_equal_the_uncut_batch():
 
 @pytest.mark.parametrize("remainder", ["flush", "drop", "carry"])
 def test_accum_steps_and_micro_batch_size_equal_the_large_batch(remainder):
-    """7 batches of 4 rows, two per update, in micro-batches of 3."""
-    x, y = helpers.rows(28)
-    weights = np.linspace(0.0, 2.0, 28)
+    """5 batches of 4 rows, two per update, in micro-batches of 3."""
+    x, y = helpers.rows(20)
+    weights = np.linspace(0.0, 2.0, 20)
     loss = lambda: keras.losses.MeanSquaredError("mean_with_sample_weight")
     ours = AccumModel.wrap(helpers.functional(), 2, remainder)
     ours.micro_batch_size = 3
     ours.compile(keras.optimizers.Adam(0.0625), loss(), **EAGER)
-    cutting.fit(ours, (x, y, weights), batch_size=4)
+    cutting.fit(ours, (x, y, weights), batch_size=4, epochs=2)
     plain = helpers.functional()
     plain.compile(keras.optimizers.Adam(0.0625), loss(), **EAGER)
-    order = np.arange(28)
+    order = np.arange(20)
     epochs = {
         "flush": [order, order],
-        "drop": [order[:24], order[:24]],
+        "drop": [order[:16], order[:16]],
         "carry": [np.concatenate([order, order])],
     }[remainder]
     for rows in epochs:
         data = (x[rows], y[rows], weights[rows])
-        cutting.fit(plain, data, batch_size=8, epochs=1)
+        cutting.fit(plain, data, batch_size=8)
     helpers.assert_close(ours, plain)
     assert int(ours.optimizer.iterations) == int(plain.optimizer.iterations)
 
 
-@pytest.mark.parametrize("name", ["embedding", "dense"])
-def test_callback_with_both_settings_equals_the_large_batch(name):
-    case = cutting.CASES[name]
+def test_callback_with_both_settings_equals_the_large_batch():
+    case = cutting.CASES["embedding"]
     kwargs = lambda: {**case.compile_kwargs(), "metrics": None}
     plain, ours = case.make(), case.make()
     for model in (plain, ours):
         model.compile(**kwargs(), **EAGER)
     data = case.data(20)
-    logs = cutting.fit(
-        ours,
-        data,
-        batch_size=5,
-        callbacks=[AccumCallback(2, micro_batch_size=2, verbose=0)],
-    )
+    callback = AccumCallback(2, micro_batch_size=2, verbose=0)
+    logs = cutting.fit(ours, data, batch_size=5, callbacks=[callback])
     cutting.fit(plain, data, batch_size=10)
     helpers.assert_close(ours, plain, case.tolerance)
-    assert logs["updates"] == [2, 2]
-    assert logs["effective_batch_size"] == [10, 10]
+    assert logs["updates"] == [2]
+    assert logs["effective_batch_size"] == [10]
 
 
 class RecordRate(keras.callbacks.Callback):
@@ -649,8 +649,10 @@ def test_schedules_and_callbacks_see_steps_of_the_whole_batch(tmp_path):
             save_freq=2,
             save_weights_only=True,
         )
-        cutting.fit(model, data, batch_size=8, callbacks=[record, save])
-        # The rate is 0 by now: a plateau, for the second of the three.
+        cutting.fit(
+            model, data, batch_size=8, epochs=2, callbacks=[record, save]
+        )
+        # A loss that stays the same: the rate is halved, which 0 survives.
         model.compile(keras.optimizers.SGD(0.0), "mse", **EAGER)
         model.optimizer.learning_rate = 0.0
         plateau = keras.callbacks.ReduceLROnPlateau(
@@ -769,7 +771,9 @@ def test_dropout_is_the_same_for_the_same_seed(options):
     assert cutting.distance(one, cut) > 1e-3
 
 
-@pytest.mark.parametrize("mode_name", ["graph", "xla"])
+@pytest.mark.parametrize(
+    "mode_name", ["graph", pytest.param("xla", marks=pytest.mark.slow)]
+)
 def test_a_signature_is_traced_when_plain_keras_traces_it(mode_name):
     """https://github.com/andreped/GradientAccumulator/issues/102"""
     grew = []
@@ -805,7 +809,7 @@ def test_no_variables_are_made():
         return sum(isinstance(each, tf.Variable) for each in gc.get_objects())
 
     before = count()
-    cutting.fit(ours, helpers.rows(80), epochs=10)
+    cutting.fit(ours, helpers.rows(80), epochs=6)
     assert count() == before
 
 
