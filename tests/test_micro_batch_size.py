@@ -574,6 +574,24 @@ def test_masks_in_both_directions_equal_the_uncut_batch():
     cutting.assert_same(cutting.fit_cut(case, 4), plain)
 
 
+@pytest.mark.xfail(reason="variables are made in a graph", strict=True)
+def test_code_that_runs_only_eagerly_equals_the_uncut_batch():
+    """`run_eagerly` is how losses are debugged."""
+
+    def loss(y_true, y_pred):
+        assert np.isfinite(y_pred.numpy()).all()
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    results = []
+    for kwargs in ({"micro_batch_size": 4}, {}):
+        model = helpers.functional()
+        if kwargs:
+            model = AccumModel.wrap(model, **kwargs)
+        model.compile(keras.optimizers.SGD(0.125), loss, **EAGER)
+        results.append((model, cutting.fit(model, helpers.rows(10))))
+    cutting.assert_same(*results)
+
+
 # Together with accumulation over batches, and what counts updates.
 
 
