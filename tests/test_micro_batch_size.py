@@ -574,7 +574,6 @@ def test_masks_in_both_directions_equal_the_uncut_batch():
     cutting.assert_same(cutting.fit_cut(case, 4), plain)
 
 
-@pytest.mark.xfail(reason="variables are made in a graph", strict=True)
 def test_code_that_runs_only_eagerly_equals_the_uncut_batch():
     """`run_eagerly` is how losses are debugged."""
 
