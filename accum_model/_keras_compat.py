@@ -189,6 +189,13 @@ def is_built(model: keras.Model) -> bool:
     )
 
 
+def build_losses_and_metrics(model: keras.Model, y: Any, y_pred: Any) -> None:
+    """Makes the variables of compiled losses and metrics."""
+    for part in (model._compile_loss, model._compile_metrics):
+        if part is not None and not part.built:
+            part.build(y, y_pred)
+
+
 def call_for_training(model: keras.Model, x: Any) -> Any:
     """Calls `model` on `x` as a training step does."""
     if model._call_has_training_arg:

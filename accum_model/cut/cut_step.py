@@ -127,7 +127,14 @@ def _build(model: keras.Model, optimizer: AccumOptimizer, data: Any) -> None:
     )
     with tf.init_scope():
         if not _keras_compat.is_built(model):
-            tf.function(step, autograph=False).get_concrete_function(specs)
+            try:
+                tf.function(step, autograph=False).get_concrete_function(specs)
+            except Exception:
+                if not model.run_eagerly:
+                    raise
+                # Code of the model that no graph can hold.
+                x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+                _keras_compat.build_losses_and_metrics(model, y, model(x))
         if not optimizer.built and model.trainable_variables:
             optimizer.build(model.trainable_variables)
 
