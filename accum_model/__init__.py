@@ -16,10 +16,12 @@ from accum_model.gradient_clipping import AdaptiveGradientClipping
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
 from accum_model.optimizers.adam_accumulate import AdamAccumulate
+from accum_model.optimizers.heun import Heun
 from accum_model.optimizers.lookahead import Lookahead
 from accum_model.optimizers.lookahead_swap import LookaheadSwap
 from accum_model.optimizers.radam import RAdam
 from accum_model.optimizers.ranger import Ranger
+from accum_model.optimizers.sam import SAM
 
 __all__ = [
     "AccumCallback",
@@ -27,10 +29,12 @@ __all__ = [
     "AccumOptimizer",
     "AdamAccumulate",
     "AdaptiveGradientClipping",
+    "Heun",
     "Lookahead",
     "LookaheadSwap",
     "RAdam",
     "Ranger",
+    "SAM",
     "__version__",
     "accum_steps_for",
     "effective_batch_size",

@@ -255,6 +255,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         if isinstance(self.accum_steps, dict):
             values = list(self.accum_steps.values())
         optimizer = nesting.find(model.optimizer)
+        cut_checks.updates_every_step(model.optimizer, max(values))
         if isinstance(model, AccumModel):
             other, second = model.given_accum_steps, "AccumModel"
         elif optimizer is not None:

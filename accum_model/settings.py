@@ -6,6 +6,7 @@ import keras
 
 from accum_model import checks
 from accum_model import nesting
+from accum_model.cut import cut_checks
 from accum_model.cut.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
 
@@ -62,6 +63,8 @@ class Settings:
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Raises if `optimizer` contradicts the settings."""
         inner = nesting.find(optimizer)
+        steps = max(self.accum_steps, getattr(inner, "accum_steps", 1))
+        cut_checks.updates_every_step(optimizer, steps)
         if inner is None:
             if self.accum_steps > 1:
                 checks.accumulates_once("optimizer", optimizer)

@@ -40,7 +40,7 @@ class TwoPointOptimizer(keras.optimizers.Optimizer):
         ...     def update_step(self, gradient, variable, learning_rate):
         ...         self.assign_sub(variable, gradient * learning_rate)
         >>> model = keras.Sequential([keras.layers.Dense(1)])
-        >>> model.compile(Lookback(0.1), "mse")  # to be fitted with AccumCallback
+        >>> model.compile(Lookback(0.1), "mse")  # fit it with AccumCallback()
     """
 
     def second_point(

@@ -63,16 +63,17 @@ def no_own_train_step(model: keras.Model, size: int | str | None) -> None:
         )
 
 
-def updates_every_step(optimizer: keras.optimizers.Optimizer) -> None:
+def updates_every_step(
+    optimizer: keras.optimizers.Optimizer, accum_steps: int
+) -> None:
     """Refuses to accumulate over steps for an optimizer of two points."""
     pair = two_point.find(optimizer)
-    steps = getattr(optimizer, "accum_steps", 1)
-    if pair is not None and steps > 1:
+    if pair is not None and accum_steps > 1:
         raise ValueError(
             f"`accum_steps` must be 1 with {type(pair).__name__}, because its "
             "second gradient needs all rows of an update in one step. "
-            f"Received: accum_steps={steps!r}. Pass micro_batch_size instead "
-            "and fit with the large batch_size."
+            f"Received: accum_steps={accum_steps!r}. Pass micro_batch_size "
+            "instead and fit with the large batch_size."
         )
 
 

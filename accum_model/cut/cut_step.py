@@ -43,7 +43,7 @@ def run(
         The logs, as `train_step` returns them.
     """
     cut_checks.one_replica(cutting.micro_batch_size)
-    cut_checks.updates_every_step(optimizer)
+    cut_checks.updates_every_step(optimizer, optimizer.accum_steps)
     cut_checks.no_stateful_layer(model, cutting.micro_batch_size)
     plan = cutting.plan
     if not plan.is_built:

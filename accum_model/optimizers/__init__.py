@@ -1,15 +1,19 @@
 """Optimizers, one file each: a pure update rule and a thin class."""
 
 from accum_model.optimizers.adam_accumulate import AdamAccumulate
+from accum_model.optimizers.heun import Heun
 from accum_model.optimizers.lookahead import Lookahead
 from accum_model.optimizers.lookahead_swap import LookaheadSwap
 from accum_model.optimizers.radam import RAdam
 from accum_model.optimizers.ranger import Ranger
+from accum_model.optimizers.sam import SAM
 
 __all__ = [
     "AdamAccumulate",
+    "Heun",
     "Lookahead",
     "LookaheadSwap",
     "RAdam",
     "Ranger",
+    "SAM",
 ]

@@ -10,8 +10,6 @@ Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back",
 arXiv:1907.08610, algorithm 1.
 """
 
-from collections.abc import Mapping
-from collections.abc import MutableMapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +18,14 @@ import tensorflow as tf
 
 from accum_model import checks
 from accum_model.accumulator import Gradient
-from accum_model.optimizer_state import OptimizerState
 from accum_model.optimizers import argument_checks
 from accum_model.optimizers import dense_gradients
 from accum_model.optimizers import inner_options
+from accum_model.optimizers import wrapper
 
 
 @keras.saving.register_keras_serializable(package="accum_model")
-class Lookahead(keras.optimizers.Optimizer):
+class Lookahead(wrapper.Wrapper):
     """Makes any optimizer look ahead before its weights are trusted.
 
     The model is trained with the fast weights, which the inner optimizer
@@ -89,55 +87,10 @@ class Lookahead(keras.optimizers.Optimizer):
     ) -> None:
         sync_period = argument_checks.sync_period(sync_period)
         slow_step_size = argument_checks.slow_step_size(slow_step_size)
-        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
-        inner_options.give(inner_optimizer, kwargs)
-        # A callable makes no variable; the rate is the inner optimizer's.
-        super().__init__(
-            learning_rate=lambda: self.inner_optimizer.learning_rate, name=name
-        )
-        self.inner_optimizer = inner_optimizer
+        super().__init__(inner_optimizer, name, **kwargs)
         self.sync_period = sync_period
         self.slow_step_size = slow_step_size
         self._slow_weights: list[keras.Variable | None] = []
-
-    # What is passed on to the inner optimizer.
-
-    @property
-    def iterations(self) -> keras.Variable:
-        """Updates made, the counter of the innermost optimizer."""
-        return inner_options.innermost(self).iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's learning rate."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    @property
-    def loss_scale_factor(self) -> float | None:
-        """The inner optimizer's fixed loss scale."""
-        return self.inner_optimizer.loss_scale_factor
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, factor: float | None) -> None:
-        if "inner_optimizer" in vars(self):  # Keras sets it before.
-            self.inner_optimizer.loss_scale_factor = factor
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """Own variables, then the inner optimizer's."""
-        return super().variables + self.inner_optimizer.variables
-
-    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Scales the loss as the inner optimizer does."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
-        """Excludes variables from the inner optimizer's weight decay."""
-        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
     # Updates.
 
@@ -160,10 +113,8 @@ class Lookahead(keras.optimizers.Optimizer):
         if self.built:
             return
         variables = list(variables)
+        super().build(variables)
         with tf.init_scope():
-            if not self.inner_optimizer.built:
-                self.inner_optimizer.build(variables)
-            super().build(variables)
             self._slow_weights = [self._add_copy(each) for each in variables]
 
     def apply(
@@ -188,13 +139,13 @@ class Lookahead(keras.optimizers.Optimizer):
                 "optimizer.build(variables) first."
             )
         checks.same_number(grads, variables)
-        if not self._holds_cycles():
+        if not self.holds_cycles():
             grads = dense_gradients.merged(grads, variables)
         # The inner optimizer may skip an update, or only collect.
         before = tf.identity(tf.convert_to_tensor(self.iterations))
         self.inner_optimizer.apply(grads, variables)
         num_made = tf.convert_to_tensor(self.iterations) - before
-        counter = super().iterations
+        counter = self.own_iterations
         counter.assign_add(num_made)
         is_due = tf.math.floormod(counter.value, self.sync_period) == 0
         tf.cond(tf.logical_and(is_due, num_made > 0), self._move, lambda: None)
@@ -228,7 +179,7 @@ class Lookahead(keras.optimizers.Optimizer):
         After weights were set or loaded without the optimizer's state, the
         slow weights would pull them back to where they were.
         """
-        super().iterations.assign(0)
+        self.own_iterations.assign(0)
         for variable, slow in self._pairs():
             slow.assign(variable)
 
@@ -259,60 +210,13 @@ class Lookahead(keras.optimizers.Optimizer):
             self.assign(slow, moved)
             self.assign(fast, moved)
 
-    def _holds_cycles(self):
-        """True with an accumulating optimizer inside."""
-        return inner_options.holds(self, OptimizerState)
-
-    # Files.
-
-    def __dir__(self) -> list[str]:
-        # Keras saves every optimizer it finds among the attributes. The inner
-        # one is saved among the own variables, unless it has more to save.
-        names = super().__dir__()
-        if "inner_optimizer" not in vars(self) or self._holds_cycles():
-            return names
-        return [name for name in names if name != "inner_optimizer"]
-
-    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
-        """Writes own variables, and the inner optimizer's."""
-        for number, variable in enumerate(self._saved_variables()):
-            store[str(number)] = variable.numpy()
-
-    def load_own_variables(self, store: Mapping[str, Any]) -> None:
-        """Takes over what `save_own_variables` wrote."""
-        variables = self._saved_variables()
-        if len(store.keys()) != len(variables):
-            super().load_own_variables(store)  # It says that it skips.
-            return
-        for number, variable in enumerate(variables):
-            variable.assign(store[str(number)])
-
-    def _saved_variables(self):
-        return super().variables if self._holds_cycles() else self.variables
-
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments, the inner optimizer as its config."""
         return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(
-                self.inner_optimizer
-            ),
+            **super().get_config(),
             "sync_period": self.sync_period,
             "slow_step_size": self.slow_step_size,
         }
-
-    @classmethod
-    def from_config(
-        cls,
-        config: dict[str, Any],
-        custom_objects: dict[str, Any] | None = None,
-    ) -> "Lookahead":
-        """Makes an optimizer from what `get_config` returned."""
-        config = dict(config)
-        config["inner_optimizer"] = keras.saving.deserialize_keras_object(
-            config["inner_optimizer"], custom_objects=custom_objects
-        )
-        return cls(**config)
 
 
 def moved_slow_weights(
