@@ -47,9 +47,8 @@ def _cnn():
     hidden = inputs
     for filters in (16, 32, 64):
         hidden = keras.layers.Conv2D(
-            filters, 3, padding="same", activation="relu"
+            filters, 3, strides=2, padding="same", activation="relu"
         )(hidden)
-        hidden = keras.layers.MaxPooling2D()(hidden)
     hidden = keras.layers.GlobalAveragePooling2D()(hidden)
     return keras.Model(inputs, keras.layers.Dense(NUM_CLASSES)(hidden))
 
