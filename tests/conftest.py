@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+import hypothesis
 import keras
 import pytest
 import tensorflow as tf
@@ -12,6 +13,13 @@ import tensorflow as tf
 # Test workers share the cores; more threads each only get in the way.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)
+
+# Here, because `--hypothesis-profile` looks for them before tests are imported.
+hypothesis.settings.register_profile(
+    "short", max_examples=20, deadline=None, derandomize=True
+)
+hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
+hypothesis.settings.load_profile("short")
 
 MODES = {
     "eager": {"run_eagerly": True},

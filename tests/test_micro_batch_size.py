@@ -253,6 +253,11 @@ def test_inputs_that_are_none_reach_the_model():
         model({"main": x, "extra": None})
         return helpers.with_known_weights(model)
 
+    try:
+        make()
+    except AttributeError:
+        pytest.skip("this Keras takes no None among the inputs")
+
     ours, plain = AccumModel.wrap(make(), micro_batch_size=3), make()
     for model in (ours, plain):
         model.compile("sgd", "mse", **EAGER)

@@ -15,12 +15,6 @@ from hypothesis import strategies as st
 from accum_model import AccumCallback
 from accum_model import AccumModel
 
-hypothesis.settings.register_profile(
-    "short", max_examples=20, deadline=None, derandomize=True
-)
-hypothesis.settings.register_profile("long", max_examples=1000, deadline=None)
-hypothesis.settings.load_profile("short")
-
 LENGTH = 4
 
 
