@@ -112,3 +112,24 @@ def lookahead(inner_step, start, sync_period=5, slow_step_size=0.5):
         return w
 
     return step
+
+
+def heun(learning_rate, gradient):
+    """The explicit trapezoidal rule, along the negative gradient."""
+
+    def step(w):
+        first = gradient(w)
+        second = gradient(w - learning_rate * first)
+        return w - learning_rate * (first + second) / 2
+
+    return step
+
+
+def sam(inner_step, rho, gradient):
+    """Algorithm 1 of arXiv:2010.01412, with the Euclidean norm."""
+
+    def step(w):
+        first = gradient(w)
+        return inner_step(w, gradient(w + rho * first / np.linalg.norm(first)))
+
+    return step
