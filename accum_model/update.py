@@ -208,10 +208,13 @@ class Updater:
 def loss_scaling(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.LossScaleOptimizer | None:
-    """The inner optimizer of `optimizer`, if it scales the loss."""
+    """The optimizer inside `optimizer` that scales the loss, or None."""
     inner = optimizer.inner_optimizer
-    is_scaling = isinstance(inner, keras.optimizers.LossScaleOptimizer)
-    return inner if is_scaling else None
+    while inner is not None:
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            return inner
+        inner = getattr(inner, "inner_optimizer", None)
+    return None
 
 
 def loss_scale(

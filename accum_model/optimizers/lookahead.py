@@ -1,0 +1,324 @@
+"""Lookahead: k updates forward, one move of the slow weights.
+
+After every :math:`k` updates of the inner optimizer, which have taken the fast
+weights :math:`\\theta` from the slow ones :math:`\\phi` to somewhere else,
+
+.. math:: \\phi \\leftarrow \\phi + \\alpha (\\theta - \\phi),
+    \\qquad \\theta \\leftarrow \\phi.
+
+Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back",
+arXiv:1907.08610, algorithm 1.
+"""
+
+from collections.abc import Mapping
+from collections.abc import MutableMapping
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from accum_model import checks
+from accum_model.accumulator import Gradient
+from accum_model.optimizer_state import OptimizerState
+from accum_model.optimizers import argument_checks
+from accum_model.optimizers import dense_gradients
+from accum_model.optimizers import inner_options
+
+
+@keras.saving.register_keras_serializable(package="accum_model")
+class Lookahead(keras.optimizers.Optimizer):
+    """Makes any optimizer look ahead before its weights are trusted.
+
+    The model is trained with the fast weights, which the inner optimizer
+    moves. After every `sync_period` updates the slow weights go a part of the
+    way to them, and the fast weights start again from there. Updates are
+    counted, not micro-batches and not updates that loss scaling skips, whether
+    an `AccumOptimizer` or a `LossScaleOptimizer` stands outside or inside.
+
+    Slow weights start as what the weights are when the optimizer is built. At
+    the end of `fit` the model holds the slow weights, and a later `fit` goes
+    on from them; where the inner optimizer has `use_ema=True` it holds the
+    moving average of the fast weights. `LookaheadSwap` evaluates and saves
+    with slow weights before that. Constraints act on the fast weights.
+
+    Sparse gradients are taken as the dense ones they stand for. Under a
+    `mixed_float16` policy Keras puts a `LossScaleOptimizer` outside; where you
+    have put one inside, pass `auto_scale_loss=False` to `compile`.
+
+    Args:
+        inner_optimizer: Optimizer that makes the updates: a Keras optimizer, or
+            the name or config of one.
+        sync_period: int >= 1, k. Updates between two moves of the slow
+            weights. Defaults to 5.
+        slow_step_size: Number in (0, 1], alpha. Share of the way to the fast
+            weights that the slow weights go. Defaults to 0.5.
+        name: Name of the optimizer, or None for a generated one.
+        **kwargs: Arguments of `keras.optimizers.Optimizer` that are to be set
+            on the inner optimizer, such as `weight_decay` and `clipnorm`.
+
+    Attributes:
+        inner_optimizer: The optimizer that makes the updates.
+
+    Raises:
+        TypeError: If `inner_optimizer` is not an optimizer.
+        ValueError: If another argument is not in its range, or contradicts the
+            inner optimizer's.
+
+    Example:
+        >>> import keras, numpy as np
+        >>> variable = keras.Variable(np.array([0.0]))
+        >>> optimizer = Lookahead(keras.optimizers.SGD(1.0), sync_period=2)
+        >>> for _ in range(2):
+        ...     optimizer.apply([np.array([-1.0])], [variable])
+        >>> print(variable.numpy())
+        [1.]
+
+    References:
+        Zhang et al., `Lookahead Optimizer: k steps forward, 1 step back
+        <https://arxiv.org/abs/1907.08610>`_, 2019, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        inner_optimizer: keras.optimizers.Optimizer | str | dict[str, Any],
+        sync_period: int = 5,
+        slow_step_size: float = 0.5,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        sync_period = argument_checks.sync_period(sync_period)
+        slow_step_size = argument_checks.slow_step_size(slow_step_size)
+        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
+        inner_options.give(inner_optimizer, kwargs)
+        # A callable makes no variable; the rate is the inner optimizer's.
+        super().__init__(
+            learning_rate=lambda: self.inner_optimizer.learning_rate, name=name
+        )
+        self.inner_optimizer = inner_optimizer
+        self.sync_period = sync_period
+        self.slow_step_size = slow_step_size
+        self._slow_weights: list[keras.Variable | None] = []
+
+    # What is passed on to the inner optimizer.
+
+    @property
+    def iterations(self) -> keras.Variable:
+        """Updates made, the counter of the innermost optimizer."""
+        return inner_options.innermost(self).iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The inner optimizer's learning rate."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate: Any) -> None:
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def loss_scale_factor(self) -> float | None:
+        """The inner optimizer's fixed loss scale."""
+        return self.inner_optimizer.loss_scale_factor
+
+    @loss_scale_factor.setter
+    def loss_scale_factor(self, factor: float | None) -> None:
+        if "inner_optimizer" in vars(self):  # Keras sets it before.
+            self.inner_optimizer.loss_scale_factor = factor
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """Own variables, then the inner optimizer's."""
+        return super().variables + self.inner_optimizer.variables
+
+    def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Scales the loss as the inner optimizer does."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
+        """Excludes variables from the inner optimizer's weight decay."""
+        self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
+
+    # Updates.
+
+    @property
+    def slow_weights(self) -> list[keras.Variable | None]:
+        """Slow weights, one per variable; empty before the optimizer is built.
+
+        None for a variable that Keras overwrites with its gradient (float8
+        scales).
+        """
+        return list(self._slow_weights)
+
+    @property
+    def fast_weights(self) -> list[keras.Variable]:
+        """The variables that are trained, in the order of `slow_weights`."""
+        return list(self._trainable_variables)
+
+    def build(self, variables: Sequence[keras.Variable]) -> None:
+        """Makes the inner optimizer's variables, and copies the weights."""
+        if self.built:
+            return
+        variables = list(variables)
+        with tf.init_scope():
+            if not self.inner_optimizer.built:
+                self.inner_optimizer.build(variables)
+            super().build(variables)
+            self._slow_weights = [self._add_copy(each) for each in variables]
+
+    def apply(
+        self,
+        grads: Sequence[Gradient],
+        trainable_variables: Sequence[keras.Variable] | None = None,
+    ) -> None:
+        """As in Keras; every `sync_period` updates the slow weights move."""
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is not None:
+            variables = list(trainable_variables)
+            self.build(variables)
+        elif self.built:
+            variables = self._trainable_variables
+        else:
+            raise ValueError(
+                "`trainable_variables` must be given on the first call because "
+                "the optimizer is not built. Received: "
+                "trainable_variables=None. Pass the list, or call "
+                "optimizer.build(variables) first."
+            )
+        checks.same_number(grads, variables)
+        if not self._holds_cycles():
+            grads = dense_gradients.merged(grads, variables)
+        # The inner optimizer may skip an update, or only collect.
+        before = tf.identity(tf.convert_to_tensor(self.iterations))
+        self.inner_optimizer.apply(grads, variables)
+        num_made = tf.convert_to_tensor(self.iterations) - before
+        counter = super().iterations
+        counter.assign_add(num_made)
+        is_due = tf.math.floormod(counter.value, self.sync_period) == 0
+        tf.cond(tf.logical_and(is_due, num_made > 0), self._move, lambda: None)
+
+    def finalize_variable_values(
+        self, var_list: Sequence[keras.Variable]
+    ) -> None:
+        """Gives variables their slow weights, or the inner moving average."""
+        if inner_options.innermost(self).use_ema:
+            self.inner_optimizer.finalize_variable_values(var_list)
+        else:
+            self.assign_slow_weights(var_list)
+
+    def assign_slow_weights(
+        self, variables: Sequence[keras.Variable] | None = None
+    ) -> None:
+        """Gives variables the values of their slow weights.
+
+        Args:
+            variables: The variables, or None for all. One that has no slow
+                weight keeps its value.
+        """
+        wanted = None if variables is None else {id(each) for each in variables}
+        for fast, slow in self._pairs():
+            if wanted is None or id(fast) in wanted:
+                fast.assign(slow)
+
+    def restart(self) -> None:
+        """Starts anew from the weights as they are.
+
+        After weights were set or loaded without the optimizer's state, the
+        slow weights would pull them back to where they were.
+        """
+        super().iterations.assign(0)
+        for variable, slow in self._pairs():
+            slow.assign(variable)
+
+    def _add_copy(self, variable):
+        if getattr(variable, "overwrite_with_gradient", False):
+            return None
+        # An initializer, because Keras initializes anew what is made while it
+        # builds a model symbolically.
+        return self.add_variable_from_reference(
+            variable,
+            "slow",
+            initializer=lambda shape, dtype=None: tf.convert_to_tensor(
+                variable
+            ),
+        )
+
+    def _pairs(self):
+        pairs = zip(self._trainable_variables, self._slow_weights, strict=True)
+        return [(fast, slow) for fast, slow in pairs if slow is not None]
+
+    def _move(self):
+        for fast, slow in self._pairs():
+            moved = moved_slow_weights(
+                tf.convert_to_tensor(slow),
+                tf.convert_to_tensor(fast),
+                self.slow_step_size,
+            )
+            self.assign(slow, moved)
+            self.assign(fast, moved)
+
+    def _holds_cycles(self):
+        """True with an accumulating optimizer inside."""
+        return inner_options.holds(self, OptimizerState)
+
+    # Files.
+
+    def __dir__(self) -> list[str]:
+        # Keras saves every optimizer it finds among the attributes. The inner
+        # one is saved among the own variables, unless it has more to save.
+        names = super().__dir__()
+        if "inner_optimizer" not in vars(self) or self._holds_cycles():
+            return names
+        return [name for name in names if name != "inner_optimizer"]
+
+    def save_own_variables(self, store: MutableMapping[str, Any]) -> None:
+        """Writes own variables, and the inner optimizer's."""
+        for number, variable in enumerate(self._saved_variables()):
+            store[str(number)] = variable.numpy()
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Takes over what `save_own_variables` wrote."""
+        variables = self._saved_variables()
+        if len(store.keys()) != len(variables):
+            super().load_own_variables(store)  # It says that it skips.
+            return
+        for number, variable in enumerate(variables):
+            variable.assign(store[str(number)])
+
+    def _saved_variables(self):
+        return super().variables if self._holds_cycles() else self.variables
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments, the inner optimizer as its config."""
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "sync_period": self.sync_period,
+            "slow_step_size": self.slow_step_size,
+        }
+
+    @classmethod
+    def from_config(
+        cls,
+        config: dict[str, Any],
+        custom_objects: dict[str, Any] | None = None,
+    ) -> "Lookahead":
+        """Makes an optimizer from what `get_config` returned."""
+        config = dict(config)
+        config["inner_optimizer"] = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(**config)
+
+
+def moved_slow_weights(
+    slow: tf.Tensor, fast: tf.Tensor, slow_step_size: float
+) -> tf.Tensor:
+    """The pure rule, for one variable."""
+    if slow_step_size == 1:
+        return fast
+    return slow + tf.constant(slow_step_size, slow.dtype) * (fast - slow)
