@@ -15,12 +15,22 @@ from accum_model.callback import AccumCallback
 from accum_model.gradient_clipping import AdaptiveGradientClipping
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
+from accum_model.optimizers.adam_accumulate import AdamAccumulate
+from accum_model.optimizers.lookahead import Lookahead
+from accum_model.optimizers.lookahead_swap import LookaheadSwap
+from accum_model.optimizers.radam import RAdam
+from accum_model.optimizers.ranger import Ranger
 
 __all__ = [
     "AccumCallback",
     "AccumModel",
     "AccumOptimizer",
+    "AdamAccumulate",
     "AdaptiveGradientClipping",
+    "Lookahead",
+    "LookaheadSwap",
+    "RAdam",
+    "Ranger",
     "__version__",
     "accum_steps_for",
     "effective_batch_size",

@@ -82,7 +82,7 @@ def test_readme_snippets_run_and_print_what_it_says():
     use_float("float32")
     text = (ROOT / "README.rst").read_text()
     snippets = blocks(text, "python")
-    assert len(snippets) == 7
+    assert len(snippets) == 8
     namespace, printed = {}, []
     for snippet in snippets:
         printed.append(what_it_prints(snippet, namespace))

@@ -114,13 +114,27 @@ def test_imports_go_only_downward():
         "model",
         "attachment",
         "callback",
+        "optimizers.argument_checks",
+        "optimizers.dense_gradients",
+        "optimizers.inner_options",
+        "optimizers.update_rate",
+        "optimizers.adam_accumulate",
+        "optimizers.radam",
+        "optimizers.lookahead",
+        "optimizers.ranger",
+        "optimizers.lookahead_swap",
     ]
-    paths = [*PACKAGE.glob("*.py"), *PACKAGE.glob("cut/*.py")]
+    paths = [
+        *PACKAGE.glob("*.py"),
+        *PACKAGE.glob("cut/*.py"),
+        *PACKAGE.glob("optimizers/*.py"),
+    ]
     for path in paths:
         if path.stem in ("__init__", "__main__"):
             continue
         imported = re.findall(
-            r"^from accum_model(?: import |\.)((?:cut(?: import |\.))?\w+)",
+            r"^from accum_model(?: import |\.)((?:(?:cut|optimizers)"
+            r"(?: import |\.))?\w+)",
             path.read_text(),
             re.MULTILINE,
         )
