@@ -99,6 +99,8 @@ class Lookahead(keras.optimizers.Optimizer):
         self.sync_period = sync_period
         self.slow_step_size = slow_step_size
         self._slow_weights: list[keras.Variable | None] = []
+        # True while variables that it was built for have no values yet.
+        self._awaits_values = False
 
     # What is passed on to the inner optimizer.
 
@@ -190,6 +192,8 @@ class Lookahead(keras.optimizers.Optimizer):
         checks.same_number(grads, variables)
         if not self._holds_cycles():
             grads = dense_gradients.merged(grads, variables)
+        if self._awaits_values:
+            self._copy_values()
         # The inner optimizer may skip an update, or only collect.
         before = tf.identity(tf.convert_to_tensor(self.iterations))
         self.inner_optimizer.apply(grads, variables)
@@ -229,21 +233,43 @@ class Lookahead(keras.optimizers.Optimizer):
         slow weights would pull them back to where they were.
         """
         super().iterations.assign(0)
-        for variable, slow in self._pairs():
-            slow.assign(variable)
+        self._awaits_values = False
+        self._copy_fast()
 
     def _add_copy(self, variable):
         if getattr(variable, "overwrite_with_gradient", False):
             return None
+
+        def initializer(shape, dtype=None):
+            if _has_value(variable):
+                return tf.convert_to_tensor(variable)
+            self._awaits_values = True
+            return tf.zeros(shape, dtype)
+
         # An initializer, because Keras initializes anew what is made while it
         # builds a model symbolically.
         return self.add_variable_from_reference(
-            variable,
-            "slow",
-            initializer=lambda shape, dtype=None: tf.convert_to_tensor(
-                variable
-            ),
+            variable, "slow", initializer=initializer
         )
+
+    def _copy_values(self):
+        """Copies weights that had no values when the optimizer was built.
+
+        A model that makes its variables in its first training step has it
+        traced twice, and values in between. Only if TensorFlow cannot do that
+        is the first trace run.
+        """
+        with tf.init_scope():
+            if all(_has_value(fast) for fast, _ in self._pairs()):
+                self._awaits_values = False
+                self._copy_fast()
+                return
+        is_first = super().iterations.value == 0
+        tf.cond(is_first, self._copy_fast, lambda: None)
+
+    def _copy_fast(self):
+        for fast, slow in self._pairs():
+            slow.assign(fast)
 
     def _pairs(self):
         pairs = zip(self._trainable_variables, self._slow_weights, strict=True)
@@ -284,6 +310,7 @@ class Lookahead(keras.optimizers.Optimizer):
         if len(store.keys()) != len(variables):
             super().load_own_variables(store)  # It says that it skips.
             return
+        self._awaits_values = False
         for number, variable in enumerate(variables):
             variable.assign(store[str(number)])
 
@@ -313,6 +340,15 @@ class Lookahead(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
+
+
+def _has_value(variable):
+    """False for a variable whose first value is still to be computed."""
+    if isinstance(variable, keras.Variable):
+        variable = variable.value
+    if isinstance(variable, tf.Variable):
+        return bool(variable.is_initialized())
+    return True
 
 
 def moved_slow_weights(
