@@ -10,6 +10,7 @@ Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back",
 arXiv:1907.08610, algorithm 1.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,8 @@ class Lookahead(wrapper.Wrapper):
         self.sync_period = sync_period
         self.slow_step_size = slow_step_size
         self._slow_weights: list[keras.Variable | None] = []
+        # True while variables that it was built for have no values yet.
+        self._awaits_values = False
 
     # Updates.
 
@@ -113,8 +116,8 @@ class Lookahead(wrapper.Wrapper):
         if self.built:
             return
         variables = list(variables)
-        super().build(variables)
         with tf.init_scope():
+            super().build(variables)
             self._slow_weights = [self._add_copy(each) for each in variables]
 
     def apply(
@@ -141,6 +144,8 @@ class Lookahead(wrapper.Wrapper):
         checks.same_number(grads, variables)
         if not self.holds_cycles():
             grads = dense_gradients.merged(grads, variables)
+        if self._awaits_values:
+            self._copy_values()
         # The inner optimizer may skip an update, or only collect.
         before = tf.identity(tf.convert_to_tensor(self.iterations))
         self.inner_optimizer.apply(grads, variables)
@@ -180,21 +185,43 @@ class Lookahead(wrapper.Wrapper):
         slow weights would pull them back to where they were.
         """
         self.own_iterations.assign(0)
-        for variable, slow in self._pairs():
-            slow.assign(variable)
+        self._awaits_values = False
+        self._copy_fast()
 
     def _add_copy(self, variable):
         if getattr(variable, "overwrite_with_gradient", False):
             return None
+
+        def initializer(shape, dtype=None):
+            if _has_value(variable):
+                return tf.convert_to_tensor(variable)
+            self._awaits_values = True
+            return tf.zeros(shape, dtype)
+
         # An initializer, because Keras initializes anew what is made while it
         # builds a model symbolically.
         return self.add_variable_from_reference(
-            variable,
-            "slow",
-            initializer=lambda shape, dtype=None: tf.convert_to_tensor(
-                variable
-            ),
+            variable, "slow", initializer=initializer
         )
+
+    def _copy_values(self):
+        """Copies weights that had no values when the optimizer was built.
+
+        A model that makes its variables in its first training step has it
+        traced twice, and values in between. Only if TensorFlow cannot do that
+        is the first trace run.
+        """
+        with tf.init_scope():
+            if all(_has_value(fast) for fast, _ in self._pairs()):
+                self._awaits_values = False
+                self._copy_fast()
+                return
+        is_first = self.own_iterations.value == 0
+        tf.cond(is_first, self._copy_fast, lambda: None)
+
+    def _copy_fast(self):
+        for fast, slow in self._pairs():
+            slow.assign(fast)
 
     def _pairs(self):
         pairs = zip(self._trainable_variables, self._slow_weights, strict=True)
@@ -209,6 +236,12 @@ class Lookahead(wrapper.Wrapper):
             )
             self.assign(slow, moved)
             self.assign(fast, moved)
+
+    def load_own_variables(self, store: Mapping[str, Any]) -> None:
+        """Takes over what `save_own_variables` wrote."""
+        if self.fits(store):
+            self._awaits_values = False
+        super().load_own_variables(store)
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments, the inner optimizer as its config."""

@@ -140,12 +140,15 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Takes over what `save_own_variables` wrote."""
-        variables = self._saved_variables()
-        if len(store.keys()) != len(variables):
+        if not self.fits(store):
             super().load_own_variables(store)  # It says that it skips.
             return
-        for number, variable in enumerate(variables):
+        for number, variable in enumerate(self._saved_variables()):
             variable.assign(store[str(number)])
+
+    def fits(self, store: Mapping[str, Any]) -> bool:
+        """True when `store` holds as many variables as there are."""
+        return len(store.keys()) == len(self._saved_variables())
 
     def _saved_variables(self):
         return super().variables if self.holds_cycles() else self.variables

@@ -10,7 +10,7 @@ from accum_model import AccumModel
 from accum_model import Lookahead
 from accum_model import LookaheadSwap
 
-DATA = helpers.rows(28)
+DATA = helpers.rows(16)
 
 
 def make_model(way="plain"):
@@ -51,7 +51,7 @@ class Notes(keras.callbacks.Callback):
         self.tests.append(self._both())
 
 
-def fit(model, callbacks, epochs=3, **kwargs):
+def fit(model, callbacks, epochs=2, **kwargs):
     return model.fit(
         *DATA,
         batch_size=4,
