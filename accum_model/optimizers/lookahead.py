@@ -252,6 +252,15 @@ class Lookahead(wrapper.Wrapper):
         }
 
 
+def _has_value(variable):
+    """False for a variable whose first value is still to be computed."""
+    if isinstance(variable, keras.Variable):
+        variable = variable.value
+    if isinstance(variable, tf.Variable):
+        return bool(variable.is_initialized())
+    return True
+
+
 def moved_slow_weights(
     slow: tf.Tensor, fast: tf.Tensor, slow_step_size: float
 ) -> tf.Tensor:

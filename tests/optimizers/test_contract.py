@@ -37,7 +37,8 @@ def test_contract_covers_every_optimizer():
         and issubclass(value, keras.optimizers.Optimizer)
         and value.__module__.startswith("accum_model.optimizers.")
     }
-    assert made == public
+    # Those of two points cannot be applied by themselves; see their own tests.
+    assert made == public - {accum_model.Heun, accum_model.SAM}
 
 
 @every_optimizer
