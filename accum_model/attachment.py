@@ -141,7 +141,8 @@ class AccumModelAttachment(Attachment):
 
     def _detach(self):
         self.optimizer.accum_steps = self._steps_before
-        if self._cutting_before is not self._model.cutting:
+        if self._cutting is not None and self._cutting is self._model.cutting:
+            # Unless it was set during `fit`.
             self._model.use_cutting(self._cutting_before)
 
 

@@ -53,7 +53,9 @@ class Term:
     @property
     def is_sum(self) -> bool:
         """True when the loss is not divided by anything."""
-        return self.values is not None and self.reduction in _SUMS
+        # A loss with one number per batch is not reduced at all.
+        has_elements = self.values is not None and self.values.shape.rank != 0
+        return has_elements and self.reduction in _SUMS
 
     @property
     def is_divided_by_others(self) -> bool:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from accum_model import _keras_compat
 from accum_model import micro_batch
+from accum_model.cut import cut_checks
 from accum_model.cut import evaluation
 from accum_model.cut import gradient_sum
 from accum_model.cut.evaluation import Evaluation
@@ -39,7 +40,7 @@ def evaluate(task: Task) -> Evaluation:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(task.chunks.data)
     loss_metrics = task.loss_metrics()
     with tf.GradientTape() as tape, task.scope(state) as scope:
-        tape.watch([*outputs, *added])
+        tape.watch([*(o for o in outputs if o.dtype.is_floating), *added])
         # Those of the first pass: here they are one sum over the batch.
         _keras_compat.clear_losses(model)
         for each in added:
@@ -66,9 +67,9 @@ def evaluate(task: Task) -> Evaluation:
     direct = gradients[num_outputs + len(added) :]
     zero = tf.zeros((), "float64")
     return Evaluation(
-        tf.cast(loss, "float64"),
+        tf.cast(tf.reduce_mean(loss), "float64"),
         [
-            tf.cast(caught.get(position, zero), "float64")
+            tf.cast(tf.reduce_mean(caught.get(position, zero)), "float64")
             for position in range(len(loss_metrics))
         ],
         _second_pass(task, first_states, d_outputs, d_added, direct),
@@ -91,7 +92,7 @@ def _first_pass(task):
     def body(index, data, num_rows, carry):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         state, added = carry
-        with task.scope(state) as scope:
+        with task.scope(state) as scope, cut_checks.repeatable(model):
             y_pred = _keras_compat.call_for_training(model, x)
             terms = micro_batch.added_losses(model)
             kept = task.keep(y_pred, num_rows)

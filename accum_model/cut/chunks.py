@@ -46,11 +46,13 @@ class Chunks:
         self.use_xla = use_xla
         self.num_rows = cut_checks.equal_leading_sizes(sizes, not use_xla)
         if size is None:
-            self.size = self.num_rows
-        elif _are_ints(size, self.num_rows):
-            self.size = min(size, self.num_rows)
+            size = self.num_rows
+        if _are_ints(size, self.num_rows):
+            self.size = max(1, min(size, self.num_rows))
         else:
             self.size = tf.minimum(tf.cast(size, "int64"), self.num_rows)
+            # A batch without rows is one micro-batch without rows.
+            self.size = tf.maximum(self.size, 1)
 
     @property
     def num_full(self) -> int | tf.Tensor:
@@ -60,7 +62,9 @@ class Chunks:
     @property
     def num_chunks(self) -> int | tf.Tensor:
         """How many micro-batches there are."""
-        return -(-self.num_rows // self.size)
+        if _are_ints(self.num_rows, self.size):
+            return max(1, -(-self.num_rows // self.size))
+        return tf.maximum(-(-self.num_rows // self.size), 1)
 
     @property
     def num_left_over(self) -> int | tf.Tensor:
@@ -81,7 +85,9 @@ class Chunks:
 
     def share(self, num_rows: int | tf.Tensor) -> tf.Tensor:
         """`num_rows` as a part of the batch, float64 scalar."""
-        return tf.cast(num_rows, "float64") / tf.cast(self.num_rows, "float64")
+        return tf.math.divide_no_nan(
+            tf.cast(num_rows, "float64"), tf.cast(self.num_rows, "float64")
+        )
 
 
 def _leading_size(leaf):

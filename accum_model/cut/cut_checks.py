@@ -1,5 +1,8 @@
 """Checks of what is cut into micro-batches, and their wording."""
 
+import contextlib
+import warnings
+from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +11,7 @@ import tensorflow as tf
 
 from accum_model import _keras_compat
 from accum_model import checks
+from accum_model import micro_batch
 from accum_model import two_point
 
 LOSS_SCOPES = ("micro_batch", "batch")
@@ -40,7 +44,7 @@ def loss_scope(value: Any, size: int | str | None) -> str:
             '`loss_scope` must be "micro_batch" where batches are not cut, '
             "because there one loss is taken over each batch anyway. Received: "
             f"loss_scope={value!r} with micro_batch_size=None. Pass "
-            "`micro_batch_size` too."
+            "`micro_batch_size` too, or leave `loss_scope` out."
         )
     return value
 
@@ -178,6 +182,97 @@ def equal_leading_sizes(
         return first
     with tf.control_dependencies(checked):
         return tf.identity(first)
+
+
+def losses_of_rows(
+    y_pred: Any, terms: Sequence[Any], num_rows: int | tf.Tensor
+) -> None:
+    """Refuses outputs, and warns of losses, that are not those of rows."""
+    for output in keras.tree.flatten(y_pred):
+        if isinstance(output, tf.Tensor) and output.shape.rank == 0:
+            raise ValueError(
+                "Outputs must have one row per row of data to be cut by "
+                "`micro_batch_size`. Received: an output of shape (). Have the "
+                "model return the shape (rows, ...)."
+            )
+    if any(
+        term.values is not None
+        and term.values.shape.rank == 0
+        and term.sample_weight is not None
+        for term in terms
+    ):
+        warnings.warn(
+            "A loss that returns one number per batch is weighted by "
+            "`sample_weight` as a whole, so that of a batch that is cut is not "
+            "that of the batch. Have it return one number per row, or pass "
+            'loss_scope="batch".',
+            stacklevel=2,
+        )
+
+
+@contextlib.contextmanager
+def repeatable(model: keras.Model) -> Iterator[None]:
+    """Refuses a forward pass that a second one could not repeat.
+
+    Raises:
+        ValueError: If it drew random numbers that are not Keras's, as far as a
+            graph shows it; or, for a `compute_loss` of the model's own, if it
+            stored tensors, of which those of the last micro-batch are left.
+    """
+    num_before = 0
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        num_before = len(graph.get_operations())
+    stored_before = _stored_tensors(model)
+    yield
+    if not tf.executing_eagerly():
+        names = [
+            op.name
+            for op in graph.get_operations()[num_before:]
+            if op.type in _RANDOM_OPS
+        ]
+        if names:
+            raise ValueError(
+                '`loss_scope="batch"` needs random numbers that can be drawn '
+                "again, because it runs each micro-batch twice. Received: "
+                f"TensorFlow's own in {names}. Take keras.random, with a "
+                "keras.random.SeedGenerator, instead of tf.random."
+            )
+    stored = [
+        name
+        for key, (name, tensor) in _stored_tensors(model).items()
+        if key not in stored_before or stored_before[key][1] is not tensor
+    ]
+    if stored and micro_batch.weighs_itself(model):
+        raise ValueError(
+            '`loss_scope="batch"` cannot show `compute_loss` what layers have '
+            "stored while they were called, because that is of one micro-batch "
+            f"only. Received: tensors stored in {stored}. Return them as "
+            "outputs of the model, or use add_loss."
+        )
+
+
+# Those that draw from TensorFlow's own generator.
+_RANDOM_OPS = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+}
+
+
+def _stored_tensors(model):
+    return {
+        (id(layer), name): (f"{layer.name}.{name}", value)
+        for layer in _keras_compat.flat_layers(model)
+        for name, value in vars(layer).items()
+        if isinstance(value, tf.Tensor)
+    }
 
 
 def dense_output(output: Any) -> None:

@@ -50,11 +50,12 @@ def run(
         _build(model, optimizer, data)
         plan.is_built = True
     by_batch = cutting.loss_scope == "batch"
-    keeps_outputs = by_batch or not _metrics_add_up(model)
+    if by_batch or not _metrics_add_up(model):
+        plan.keeps_outputs = True
     use_xla = bool(model.jit_compile)
     chunks = Chunks(data, cutting.size_for(use_xla), use_xla)
     batch = MicroBatch(tf.cast(chunks.num_rows, "int64"))
-    task = Task(model, optimizer, chunks, batch, plan, keeps_outputs)
+    task = Task(model, optimizer, chunks, batch, plan)
     scope = batch_scope if by_batch else micro_batch_scope
     with optimizer.micro_batch(batch):
         results = plan.settle(lambda: scope.evaluate(task))

@@ -104,9 +104,11 @@ class Cutting:
         if not self._has_said_size:
             self._has_said_size = True
             if self.verbose:
+                rows = self._rows_in_use
                 print(
-                    f'micro_batch_size="auto": {self._rows_in_use} rows fit '
-                    f"(of a batch of {num_rows}).",
+                    f'micro_batch_size="auto": {rows} '
+                    f"{'rows fit' if rows > 1 else 'row fits'} (of a batch of "
+                    f"{num_rows}).",
                     flush=True,
                 )
 

@@ -59,13 +59,13 @@ class Denominators:
 
         def factor(index: int, term: loss_terms.Term) -> tf.Tensor | None:
             if term.is_sum:
-                return 1 / share
+                return tf.math.divide_no_nan(tf.ones_like(share), share)
             if not term.is_divided_by_others:
                 return None
             if self._totals is None:
                 return None  # To be begun again, see `check`.
             own = tf.cast(term.denominator(), "float64")
-            return tf.math.divide_no_nan(own, self._totals[index]) / share
+            return tf.math.divide_no_nan(own, self._totals[index] * share)
 
         return factor
 

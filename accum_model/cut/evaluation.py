@@ -33,7 +33,6 @@ class Task:
         chunks: The batch, cut into micro-batches.
         batch: Where the weight of the batch is noted for the optimizer.
         plan: What is known of the step.
-        keeps_outputs: True when the metrics are to see the whole batch.
         displacement: What is added to the trainable variables, one tensor
             each, for the gradient at a second point; None at the first.
     """
@@ -43,8 +42,12 @@ class Task:
     chunks: Chunks
     batch: MicroBatch
     plan: Plan
-    keeps_outputs: bool
     displacement: Sequence[tf.Tensor] | None = None
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """True when metrics are to see the outputs of the whole batch."""
+        return self.is_measured and self.plan.keeps_outputs
 
     @property
     def is_measured(self) -> bool:
@@ -62,9 +65,7 @@ class Task:
 
     def at(self, displacement: Sequence[tf.Tensor]) -> "Task":
         """The same at displaced weights."""
-        return dataclasses.replace(
-            self, displacement=displacement, keeps_outputs=False
-        )
+        return dataclasses.replace(self, displacement=displacement)
 
     def of_data(self, data: Any) -> "Task":
         """The same with other data of as many rows."""

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from accum_model import _keras_compat
 from accum_model import micro_batch
+from accum_model.cut import cut_checks
 from accum_model.cut import evaluation
 from accum_model.cut import gradient_sum
 from accum_model.cut.denominators import Denominators
@@ -49,6 +50,7 @@ def evaluate(task: Task) -> Evaluation:
                 loss = _keras_compat.compute_loss(
                     model, x, y, y_pred, sample_weight
                 )
+            cut_checks.losses_of_rows(y_pred, batch.terms, num_rows)
             denominators.check(batch.terms)
             share = denominators.share(num_rows, batch.weight)
             loss = batch.share(loss, share)
@@ -58,19 +60,21 @@ def evaluate(task: Task) -> Evaluation:
         if task.keeps_outputs:
             kept = task.keep(y_pred, num_rows)
         elif task.is_measured:
+            if _keras_compat.compiled_metrics(model):
+                plan.note_metrics(y_pred)
             with scope:
                 model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         plan.note_assigned(scope)
         gradients = tape.gradient(scaled, variables)
         task.batch.take_part(batch)
         output_losses = [
-            total + tf.cast(caught[j], "float64") * share
+            total + _shown(caught[j] * tf.cast(share, caught[j].dtype), share)
             if j in caught
             else total
             for j, total in enumerate(carry["output_losses"])
         ]
         return {
-            "loss": carry["loss"] + tf.cast(loss, "float64"),
+            "loss": carry["loss"] + _shown(loss, share),
             "output_losses": output_losses,
             "collected": collected.add(
                 carry["collected"], gradients, batch.weight, num_rows
@@ -97,3 +101,12 @@ def evaluate(task: Task) -> Evaluation:
         carry["state"],
         plan.layout.pack(tensors) if task.keeps_outputs else None,
     )
+
+
+def _shown(loss, share):
+    """The part of a loss in what Keras shows for the batch, float64.
+
+    Of a loss that is not reduced Keras shows the mean of the elements.
+    """
+    shown = tf.cast(tf.reduce_mean(loss), "float64")
+    return shown if loss.shape.rank == 0 else shown * share

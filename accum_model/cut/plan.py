@@ -30,6 +30,7 @@ class Plan:
     Attributes:
         is_built: True when model, losses and metrics have their variables.
         state: Variables that the step assigns before its update.
+        keeps_outputs: True when the outputs of the whole batch are kept.
         num_terms: How many losses there are, once one of them is divided by
             something else than rows; else None.
         layout: Layout of the outputs, if they are kept.
@@ -37,6 +38,7 @@ class Plan:
     """
 
     is_built: bool = False
+    keeps_outputs: bool = False
     state: list[keras.Variable] = dataclasses.field(default_factory=list)
     num_terms: int | None = None
     layout: kept_outputs.Layout | None = None
@@ -62,6 +64,20 @@ class Plan:
         """
         self.num_terms = num_terms
         raise Restart
+
+    def note_metrics(self, y_pred: Any) -> None:
+        """Notes that outputs are such that metrics do not add up over rows.
+
+        Keras takes means over the last axis. With one number per row that is
+        the mean over the batch.
+
+        Raises:
+            Restart: If so.
+        """
+        ranks = [output.shape.rank for output in keras.tree.flatten(y_pred)]
+        if any(rank is None or rank < 2 for rank in ranks):
+            self.keeps_outputs = True
+            raise Restart
 
     def note_outputs(self, y_pred: Any) -> None:
         """Notes the layout of the outputs.
