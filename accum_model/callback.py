@@ -113,6 +113,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         """Checks the model and takes the first place in the list."""
         checks.keras_model("model", model)
         checks.compiled(model)
+        checks.scales_once("optimizer", model.optimizer)
         self._check_accum_steps(model)
         self._check_cutting(model)
         optimizer = nesting.find_in(model)

@@ -252,6 +252,22 @@ def accumulates_once(name: str, value: keras.optimizers.Optimizer) -> None:
         value = getattr(value, "inner_optimizer", None)
 
 
+def scales_once(name: str, value: keras.optimizers.Optimizer | None) -> None:
+    """Refuses two loss scales, of which the second divides for nothing."""
+    num_scaling, each = 0, value
+    while each is not None:
+        num_scaling += isinstance(each, keras.optimizers.LossScaleOptimizer)
+        each = getattr(each, "inner_optimizer", None)
+    if num_scaling > 1:
+        raise ValueError(
+            f"`{name}` must scale the loss once. Received: {num_scaling} "
+            f"LossScaleOptimizers in an optimizer of type "
+            f"{type(value).__name__}; Keras adds one under a mixed_float16 "
+            "policy. Leave yours out, or pass auto_scale_loss=False to "
+            "model.compile."
+        )
+
+
 def not_nested(name: str, value: keras.optimizers.Optimizer, cls: type) -> None:
     """Refuses an accumulating optimizer inside another one."""
     while value is not None:

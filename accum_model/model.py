@@ -290,6 +290,9 @@ class AccumModel(keras.Model):
         plain = optimizer.inner_optimizer if is_outermost else optimizer
         # Keras puts the plain one into a LossScaleOptimizer if the precision
         # asks for it; accumulation goes around both.
+        if nesting.scales_loss(plain):
+            # Keras looks at the outermost optimizer only, and adds another.
+            kwargs["auto_scale_loss"] = False
         super().compile(plain, *args, **kwargs)
         if self.optimizer is None:
             return

@@ -24,6 +24,15 @@ def find_in(model: keras.Model) -> AccumOptimizer | None:
     return find(getattr(model, "optimizer", None))
 
 
+def scales_loss(optimizer: keras.optimizers.Optimizer | None) -> bool:
+    """True with a `LossScaleOptimizer` at any depth."""
+    while optimizer is not None:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return True
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return False
+
+
 class Nesting:
     """Puts an accumulating optimizer outermost, and can undo it.
 

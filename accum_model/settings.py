@@ -62,6 +62,7 @@ class Settings:
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Raises if `optimizer` contradicts the settings."""
+        checks.scales_once("optimizer", optimizer)
         inner = nesting.find(optimizer)
         steps = max(self.accum_steps, getattr(inner, "accum_steps", 1))
         cut_checks.updates_every_step(optimizer, steps)

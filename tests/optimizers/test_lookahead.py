@@ -508,3 +508,38 @@ def test_accum_model_puts_accumulation_outside_lookahead():
     innermost = model.optimizer.inner_optimizer.inner_optimizer
     assert type(innermost) is keras.optimizers.SGD
     assert model.accum_steps == 3
+
+
+def test_loss_is_scaled_once_with_the_scale_inside():
+    """https://github.com/tensorflow/addons/issues/2403
+
+    Keras itself sees the outermost optimizer only, and adds a second scale.
+    """
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def make():
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5))
+        return Lookahead(scaled, sync_period=1, slow_step_size=1.0)
+
+    data = helpers.rows(10)
+    expected = helpers.functional()
+    expected.compile(keras.optimizers.SGD(0.5), "mse", run_eagerly=True)
+    expected.fit(*data, batch_size=10, verbose=0)
+    model = AccumModel.wrap(helpers.functional())
+    model.compile(make(), "mse", run_eagerly=True)
+    model.fit(*data, batch_size=10, verbose=0)
+    helpers.assert_close(model, expected, atol=2e-3)  # float16 has 11 bits.
+    assert not np.allclose(
+        helpers.weights(model)[0], helpers.weights(helpers.functional())[0]
+    )
+
+    plain = helpers.functional()
+    plain.compile(make(), "mse", run_eagerly=True)
+    for use in (
+        lambda: AccumModel.wrap(plain),
+        lambda: plain.fit(
+            *data, verbose=0, callbacks=[AccumCallback(verbose=0)]
+        ),
+    ):
+        with pytest.raises(ValueError, match="must scale the loss once"):
+            use()
