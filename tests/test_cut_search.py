@@ -18,7 +18,7 @@ from accum_model import AccumModel
 LENGTH = 3
 NUM_TOKENS = 6
 NESTINGS = ["one", "list", "tuple", "dict"]
-REDUCTIONS = ["sum_over_batch_size", "mean_with_sample_weight", "sum"]
+REDUCTIONS = ["sum", "mean_with_sample_weight", "sum_over_batch_size"]
 
 
 @st.composite
@@ -36,16 +36,17 @@ def plans(draw):
     accum_steps = 1
     if len(outputs) == 1:  # Of several, only a step knows what each divides by.
         accum_steps = draw(st.integers(1, 2))
+    num_rows = draw(st.integers(2, 9))
     nest = lambda parts: draw(st.sampled_from(NESTINGS[len(parts) > 1 :]))
     return {
         "inputs": inputs,
         "outputs": outputs,
         "input_nesting": nest(inputs),
         "output_nesting": nest(outputs),
-        "rows": draw(st.integers(1, 9)),
-        "size": draw(st.integers(1, 10)),
+        "rows": num_rows,
+        "size": draw(st.integers(1, num_rows - 1)),
         "accum_steps": accum_steps,
-        "loss_scope": draw(st.sampled_from(["micro_batch", "batch"])),
+        "loss_scope": draw(st.sampled_from(["micro_batch"] * 2 + ["batch"])),
         "reductions": [draw(st.sampled_from(REDUCTIONS)) for _ in outputs],
         "are_weighted": [draw(st.booleans()) for _ in outputs],
         "is_penalised": draw(st.booleans()),

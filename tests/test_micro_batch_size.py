@@ -110,6 +110,12 @@ def test_callback_cuts_for_the_time_of_fit_only():
     cutting.fit(given, data, epochs=1)
     for each in (model, given):
         helpers.assert_close(each, plain)
+    # On one that does not, the callback's size goes with the callback.
+    given.micro_batch_size = None
+    logs = cutting.fit(given, data, callbacks=[cut(2)])
+    assert logs["micro_batch_size"] == [2]
+    assert given.micro_batch_size is None
+    assert "micro_batch_size" not in cutting.fit(given, data)
 
 
 def test_modes_and_steps_per_execution_equal_the_uncut_batch(mode):
