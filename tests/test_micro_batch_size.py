@@ -47,11 +47,11 @@ def test_every_size_equals_the_uncut_batch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode_name", ["graph", "xla"])
 @pytest.mark.parametrize("name", cutting.CASES)
-def test_every_size_equals_the_uncut_batch_when_compiled(name, mode_name):
+def test_sizes_equal_the_uncut_batch_when_compiled(name, mode_name):
     case = cutting.CASES[name]
     mode = {"jit_compile": mode_name == "xla"}
     plain = cutting.fit_plain(case)
-    for size in SIZES:
+    for size in (3, 16):
         ours = cutting.fit_cut(case, size, mode=mode, way="callback")
         cutting.assert_same(ours, plain, case.tolerance)
 
