@@ -597,3 +597,38 @@ def test_inputs_of_any_structure_equal_the_uncut_batch():
         models.append(model)
     helpers.assert_close(*models)
     assert models[0].layers[0].kernel.shape == (5, 4)
+
+
+@pytest.mark.parametrize(
+    "options", [EAGER, {}, {"jit_compile": True}], ids=["eager", "graph", "xla"]
+)
+@pytest.mark.parametrize("loss_scope", ["micro_batch", "batch"])
+def test_batches_of_other_lengths_equal_the_uncut_batch(options, loss_scope):
+    """Kept outputs have another shape then, and a step that was traced anew."""
+
+    def largest(y_true, y_pred):
+        return keras.ops.max(keras.ops.abs(y_true - y_pred))
+
+    def logs(cut):
+        inputs = keras.Input((None, 3))
+        model = helpers.with_known_weights(
+            keras.Model(inputs, keras.layers.Dense(2)(inputs))
+        )
+        if cut:
+            model = AccumModel.wrap(
+                model, micro_batch_size=3, loss_scope=loss_scope
+            )
+        model.compile(
+            keras.optimizers.SGD(0.125), "mse", metrics=[largest], **options
+        )
+        rng = np.random.default_rng(0)
+        return [
+            model.train_on_batch(
+                rng.normal(size=(8, length, 3)), rng.normal(size=(8, length, 2))
+            )
+            for length in (4, 6, 5)
+        ], helpers.weights(model)
+
+    (found, left), (expected, right) = logs(True), logs(False)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=helpers.EXACT)
+    helpers.assert_close(left, right)

@@ -42,10 +42,7 @@ class Layout:
         tensors = [*outputs, *(masks[j] for j in masked)]
         return cls(
             keras.tree.pack_sequence_as(y_pred, list(range(len(outputs)))),
-            tuple(
-                tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-                for tensor in map(tf.convert_to_tensor, tensors)
-            ),
+            tuple(map(_spec, map(tf.convert_to_tensor, tensors))),
             len(outputs),
             tuple(masked),
         )
@@ -78,3 +75,10 @@ class Layout:
         for j, mask in zip(self.masked, masks, strict=True):
             _keras_compat.set_keras_mask(outputs[j], mask)
         return keras.tree.pack_sequence_as(self.structure, outputs)
+
+
+def _spec(tensor):
+    # Outside a graph nothing has to be known of the shape, which may be another
+    # one in the next step.
+    shape = None if tf.executing_eagerly() else [None, *tensor.shape[1:]]
+    return tf.TensorSpec(shape, tensor.dtype)

@@ -80,13 +80,14 @@ class Plan:
             raise Restart
 
     def note_outputs(self, y_pred: Any) -> None:
-        """Notes the layout of the outputs.
+        """Notes the layout of the outputs, as they are in this trace.
 
         Raises:
             Restart: If it is new.
         """
-        if self.layout is None:
-            self.layout = kept_outputs.Layout.of(y_pred)
+        layout = kept_outputs.Layout.of(y_pred)
+        if layout != self.layout:
+            self.layout = layout
             raise Restart
 
     def note_added(self, terms: Sequence[tf.Tensor]) -> None:
