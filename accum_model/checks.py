@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from accum_model import optimizer_chain
+
 # Default of an `accum_steps` that may also be given elsewhere.
 NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda self: "1"})()
 
@@ -239,25 +241,24 @@ def optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
 
 def accumulates_once(name: str, value: keras.optimizers.Optimizer) -> None:
     """Refuses an optimizer that accumulates by Keras's own option too."""
-    while value is not None:
-        steps = value.gradient_accumulation_steps
+    for each in optimizer_chain.chain(value):
+        steps = each.gradient_accumulation_steps
         if steps:
             raise ValueError(
                 f"`{name}` must not accumulate gradients itself. Received: "
                 f"gradient_accumulation_steps={steps!r} in an optimizer of "
-                f"type {type(value).__name__}. Leave "
+                f"type {type(each).__name__}. Leave "
                 "`gradient_accumulation_steps` out and pass "
                 f"accum_steps={steps!r} instead."
             )
-        value = getattr(value, "inner_optimizer", None)
 
 
 def scales_once(name: str, value: keras.optimizers.Optimizer | None) -> None:
     """Refuses two loss scales, of which the second divides for nothing."""
-    num_scaling, each = 0, value
-    while each is not None:
-        num_scaling += isinstance(each, keras.optimizers.LossScaleOptimizer)
-        each = getattr(each, "inner_optimizer", None)
+    num_scaling = sum(
+        isinstance(each, keras.optimizers.LossScaleOptimizer)
+        for each in optimizer_chain.chain(value)
+    )
     if num_scaling > 1:
         raise ValueError(
             f"`{name}` must scale the loss once. Received: {num_scaling} "
@@ -270,15 +271,14 @@ def scales_once(name: str, value: keras.optimizers.Optimizer | None) -> None:
 
 def not_nested(name: str, value: keras.optimizers.Optimizer, cls: type) -> None:
     """Refuses an accumulating optimizer inside another one."""
-    while value is not None:
-        if isinstance(value, cls):
-            raise ValueError(
-                f"`{name}` must not be, or hold, an {cls.__name__}, because "
-                "cycles do not nest. Received: "
-                f"{name} with accum_steps={value.accum_steps!r} inside. Pass "
-                "its inner_optimizer and the product of both accum_steps."
-            )
-        value = getattr(value, "inner_optimizer", None)
+    found = optimizer_chain.find(value, cls)
+    if found is not None:
+        raise ValueError(
+            f"`{name}` must not be, or hold, an {cls.__name__}, because "
+            "cycles do not nest. Received: "
+            f"{name} with accum_steps={found.accum_steps!r} inside. Pass "
+            "its inner_optimizer and the product of both accum_steps."
+        )
 
 
 def same_number(grads: list, variables: list) -> None:

@@ -19,6 +19,7 @@ from accum_model import checks
 from accum_model import epoch_boundary
 from accum_model import micro_batch
 from accum_model import nesting
+from accum_model import optimizer_chain
 from accum_model import train_step
 from accum_model import variant
 from accum_model.cut import cut_checks
@@ -290,7 +291,8 @@ class AccumModel(keras.Model):
         plain = optimizer.inner_optimizer if is_outermost else optimizer
         # Keras puts the plain one into a LossScaleOptimizer if the precision
         # asks for it; accumulation goes around both.
-        if nesting.scales_loss(plain):
+        scaling = keras.optimizers.LossScaleOptimizer
+        if optimizer_chain.find(plain, scaling) is not None:
             # Keras looks at the outermost optimizer only, and adds another.
             kwargs["auto_scale_loss"] = False
         super().compile(plain, *args, **kwargs)

@@ -9,28 +9,18 @@ from typing import Any
 
 import keras
 
+from accum_model import optimizer_chain
 from accum_model.optimizer import AccumOptimizer
 
 
 def find(optimizer: keras.optimizers.Optimizer | None) -> AccumOptimizer | None:
     """The accumulating optimizer at any depth, or None."""
-    while optimizer is not None and not isinstance(optimizer, AccumOptimizer):
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return optimizer
+    return optimizer_chain.find(optimizer, AccumOptimizer)
 
 
 def find_in(model: keras.Model) -> AccumOptimizer | None:
     """The accumulating optimizer of `model`; None also before `compile`."""
     return find(getattr(model, "optimizer", None))
-
-
-def scales_loss(optimizer: keras.optimizers.Optimizer | None) -> bool:
-    """True with a `LossScaleOptimizer` at any depth."""
-    while optimizer is not None:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            return True
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return False
 
 
 class Nesting:

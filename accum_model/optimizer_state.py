@@ -16,6 +16,7 @@ from accum_model import buffers
 from accum_model import checks
 from accum_model import ledger
 from accum_model import nonfinite as nonfinite_module
+from accum_model import optimizer_chain
 from accum_model import update
 from accum_model.cycle_state import CycleState
 from accum_model.micro_batch import MicroBatch
@@ -70,11 +71,8 @@ class OptimizerState(keras.optimizers.Optimizer):
     @property
     def iterations(self) -> keras.Variable:
         """Updates made, the counter of the innermost optimizer."""
-        optimizer = self.inner_optimizer
         # LossScaleOptimizer passes its counter on only in newer Keras.
-        while hasattr(optimizer, "inner_optimizer"):
-            optimizer = optimizer.inner_optimizer
-        return optimizer.iterations
+        return optimizer_chain.innermost(self).iterations
 
     @property
     def num_micro_batches(self) -> int:

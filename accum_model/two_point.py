@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from accum_model import optimizer_chain
+
 _is_served: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "is_served", default=False
 )
@@ -100,11 +102,7 @@ def find(
     optimizer: keras.optimizers.Optimizer | None,
 ) -> TwoPointOptimizer | None:
     """The two-point optimizer at any depth, or None."""
-    while optimizer is not None:
-        if isinstance(optimizer, TwoPointOptimizer):
-            return optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-    return None
+    return optimizer_chain.find(optimizer, TwoPointOptimizer)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from accum_model import checks
 from accum_model import nonfinite
+from accum_model import optimizer_chain
 from accum_model.accumulator import Accumulator
 from accum_model.accumulator import Gradient
 from accum_model.buffers import Buffers
@@ -209,12 +210,7 @@ def loss_scaling(
     optimizer: keras.optimizers.Optimizer,
 ) -> keras.optimizers.LossScaleOptimizer | None:
     """The optimizer inside `optimizer` that scales the loss, or None."""
-    inner = optimizer.inner_optimizer
-    while inner is not None:
-        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-            return inner
-        inner = getattr(inner, "inner_optimizer", None)
-    return None
+    return optimizer_chain.find(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def loss_scale(

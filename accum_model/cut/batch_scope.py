@@ -30,7 +30,7 @@ def evaluate(task: Task) -> Evaluation:
     """Returns loss and gradient of the batch.
 
     Raises:
-        evaluation.Restart: If the plan was not complete.
+        plan.Restart: If the plan was not complete.
     """
     model, plan = task.model, task.plan
     variables = model.trainable_variables

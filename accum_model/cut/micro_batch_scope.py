@@ -26,7 +26,7 @@ def evaluate(task: Task) -> Evaluation:
     """Returns loss and gradient of the batch.
 
     Raises:
-        evaluation.Restart: If the plan was not complete.
+        plan.Restart: If the plan was not complete.
     """
     model, optimizer, plan = task.model, task.optimizer, task.plan
     variables = model.trainable_variables

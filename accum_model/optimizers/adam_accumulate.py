@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from accum_model import checks
+from accum_model import optimizer_chain
 from accum_model.optimizer import AccumOptimizer
 from accum_model.optimizers import argument_checks
-from accum_model.optimizers import inner_options
 from accum_model.optimizers import update_rate
 
 
@@ -142,7 +142,7 @@ class AdamAccumulate(AccumOptimizer):
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments."""
         config = super().get_config()
-        adam = inner_options.innermost(self)
+        adam = optimizer_chain.innermost(self)
         wrapped = config.pop("inner_optimizer")
         config["accum_iters"] = config.pop("accum_steps")
         config = {**adam.get_config(), **config}

@@ -1,11 +1,11 @@
-"""What a wrapper has to know about the optimizers inside it."""
+"""Options of every optimizer, given to one that holds another."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from accum_model import checks
+from accum_model import optimizer_chain
 
 # Arguments of `keras.optimizers.Optimizer` that may be given to a wrapper, and
 # their defaults.
@@ -21,27 +21,6 @@ OPTIONS = {
 }
 
 
-def chain(
-    optimizer: keras.optimizers.Optimizer | None,
-) -> Iterator[keras.optimizers.Optimizer]:
-    """`optimizer` and those inside it, from the outside inwards."""
-    while optimizer is not None:
-        yield optimizer
-        optimizer = getattr(optimizer, "inner_optimizer", None)
-
-
-def innermost(
-    optimizer: keras.optimizers.Optimizer,
-) -> keras.optimizers.Optimizer:
-    """The optimizer that moves the weights."""
-    return list(chain(optimizer))[-1]
-
-
-def holds(optimizer: keras.optimizers.Optimizer, cls: type) -> bool:
-    """True when one of the optimizers inside `optimizer` is a `cls`."""
-    return any(isinstance(each, cls) for each in list(chain(optimizer))[1:])
-
-
 def give(optimizer: keras.optimizers.Optimizer, options: dict) -> None:
     """Sets options that a wrapper was given on the optimizer inside it.
 
@@ -51,7 +30,7 @@ def give(optimizer: keras.optimizers.Optimizer, options: dict) -> None:
     """
     if not options:
         return
-    target = innermost(optimizer)
+    target = optimizer_chain.innermost(optimizer)
     for name, value in options.items():
         if name not in OPTIONS:
             raise ValueError(

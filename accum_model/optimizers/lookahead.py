@@ -18,10 +18,10 @@ import keras
 import tensorflow as tf
 
 from accum_model import checks
+from accum_model import optimizer_chain
 from accum_model.accumulator import Gradient
 from accum_model.optimizers import argument_checks
 from accum_model.optimizers import dense_gradients
-from accum_model.optimizers import inner_options
 from accum_model.optimizers import wrapper
 
 
@@ -159,7 +159,7 @@ class Lookahead(wrapper.Wrapper):
         self, var_list: Sequence[keras.Variable]
     ) -> None:
         """Gives variables their slow weights, or the inner moving average."""
-        if inner_options.innermost(self).use_ema:
+        if optimizer_chain.innermost(self).use_ema:
             self.inner_optimizer.finalize_variable_values(var_list)
         else:
             self.assign_slow_weights(var_list)

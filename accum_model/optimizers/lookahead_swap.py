@@ -8,7 +8,7 @@ import tensorflow as tf
 from accum_model import _keras_compat
 from accum_model import checks
 from accum_model import epoch_boundary
-from accum_model.optimizers import inner_options
+from accum_model import optimizer_chain
 from accum_model.optimizers.lookahead import Lookahead
 
 
@@ -94,7 +94,7 @@ class LookaheadSwap(keras.callbacks.Callback):
 
     def _lookahead(self):
         optimizer = getattr(self.model, "optimizer", None)
-        for each in inner_options.chain(optimizer):
+        for each in optimizer_chain.chain(optimizer):
             if isinstance(each, Lookahead):
                 return each
         raise ValueError(

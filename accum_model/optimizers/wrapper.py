@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import checks
+from accum_model import optimizer_chain
 from accum_model.accumulator import Gradient
 from accum_model.optimizer_state import OptimizerState
 from accum_model.optimizers import inner_options
@@ -55,7 +56,7 @@ class Wrapper(keras.optimizers.Optimizer):
     @property
     def iterations(self) -> keras.Variable:
         """Updates made, the counter of the innermost optimizer."""
-        return inner_options.innermost(self).iterations
+        return optimizer_chain.innermost(self).iterations
 
     @property
     def own_iterations(self) -> keras.Variable:
@@ -121,7 +122,8 @@ class Wrapper(keras.optimizers.Optimizer):
 
     def holds_cycles(self) -> bool:
         """True with an accumulating optimizer inside."""
-        return inner_options.holds(self, OptimizerState)
+        found = optimizer_chain.find(self.inner_optimizer, OptimizerState)
+        return found is not None
 
     # Files.
 
