@@ -4,8 +4,10 @@
 `carry` lets the cycle go on in the next epoch.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -164,3 +166,39 @@ class EpochBoundary(keras.callbacks.Callback):
             f'an epoch: with remainder="{self.remainder}", {consequence}.',
             stacklevel=2,
         )
+
+
+@contextlib.contextmanager
+def put_first(callbacks: Any, model: keras.Model) -> Iterator[Any]:
+    """Puts an `EpochBoundary` first for one `fit`, unless there is one.
+
+    Args:
+        callbacks: As given to `fit` of `model`.
+        model: An accumulating model.
+    """
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    given = callbacks.callbacks if is_list else callbacks
+    given = keras.tree.flatten(given) if given is not None else []
+    for callback in given:
+        if isinstance(callback, EpochBoundary):
+            boundary = callback
+            break
+    else:
+        boundary = EpochBoundary(model.remainder)
+        boundary.cutting = model.cutting
+        if is_list:
+            boundary.set_model(model)
+            boundary.set_params(callbacks.params)
+            callbacks.callbacks.insert(0, boundary)
+        else:
+            callbacks = [boundary, *given]
+    try:
+        yield callbacks
+    except BaseException:
+        if boundary.remainder != "carry":
+            model.reset_accumulation()
+        raise
+    finally:
+        boundary.close_fit()
+        if is_list and boundary not in given:
+            callbacks.callbacks.remove(boundary)

@@ -5,10 +5,8 @@ that accumulates; the model only passes it the weight of each micro-batch and
 sees to the ends of epochs.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +14,8 @@ import keras
 
 from accum_model import _keras_compat
 from accum_model import checks
+from accum_model import compiling
 from accum_model import epoch_boundary
-from accum_model import micro_batch
 from accum_model import nesting
 from accum_model import optimizer_chain
 from accum_model import train_step
@@ -141,10 +139,8 @@ class AccumModel(keras.Model):
             nonfinite: As for `AccumOptimizer`. Defaults to None.
             accum_dtype: As for `AccumOptimizer`. Defaults to None.
             gradient_transform: As for `AccumOptimizer`. Defaults to None.
-            micro_batch_size: int >= 1, None or `"auto"`. Rows per forward and
-                backward pass inside a step. Defaults to None.
-            loss_scope: `"micro_batch"` or `"batch"`. Defaults to
-                `"micro_batch"`.
+            micro_batch_size: As for `AccumModel`. Defaults to None.
+            loss_scope: As for `AccumModel`. Defaults to `"micro_batch"`.
 
         Raises:
             TypeError: If `model` is not a Keras 3 model.
@@ -179,7 +175,7 @@ class AccumModel(keras.Model):
         )
         vars(view)["_accum_settings"] = settings
         if model.compiled:
-            _compile_like(view, model)
+            compiling.compile_like(view, model, settings)
         return view
 
     @property
@@ -301,7 +297,7 @@ class AccumModel(keras.Model):
         if is_outermost:
             optimizer.inner_optimizer = self.optimizer
             _keras_compat.set_optimizer(self, optimizer)
-        _accumulate_outermost(self)
+        compiling.accumulate_outermost(self, self._accum_settings)
 
     def train_step(self, data: Any) -> Any:
         """Trains on one batch; the one that ends a cycle updates."""
@@ -347,7 +343,7 @@ class AccumModel(keras.Model):
 
         Where `fit` raises, a partial cycle is discarded unless it is carried.
         """
-        with self._epoch_boundary(callbacks) as callbacks:
+        with epoch_boundary.put_first(callbacks, self) as callbacks:
             return super().fit(
                 x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
             )
@@ -359,36 +355,6 @@ class AccumModel(keras.Model):
         if optimizer is not None:
             optimizer.partial_cycle_is_stale = True
         return logs
-
-    @contextlib.contextmanager
-    def _epoch_boundary(self, callbacks: Any) -> Iterator[Any]:
-        """Puts an `EpochBoundary` first, unless the callbacks hold one."""
-        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-        given = callbacks.callbacks if is_list else callbacks
-        given = keras.tree.flatten(given) if given is not None else []
-        for callback in given:
-            if isinstance(callback, epoch_boundary.EpochBoundary):
-                boundary = callback
-                break
-        else:
-            boundary = epoch_boundary.EpochBoundary(self.remainder)
-            boundary.cutting = self.cutting
-            if is_list:
-                boundary.set_model(self)
-                boundary.set_params(callbacks.params)
-                callbacks.callbacks.insert(0, boundary)
-            else:
-                callbacks = [boundary, *given]
-        try:
-            yield callbacks
-        except BaseException:
-            if boundary.remainder != "carry":
-                self.reset_accumulation()
-            raise
-        finally:
-            boundary.close_fit()
-            if is_list and boundary not in given:
-                callbacks.callbacks.remove(boundary)
 
     # Saving.
 
@@ -402,24 +368,13 @@ class AccumModel(keras.Model):
             if not variant.is_variant(type(self)):
                 # Others have it in `get_config`, and are compiled by Keras's
                 # own method when they are cloned.
-                config["remainder"] = self.remainder
-                config["micro_batch_size"] = self.micro_batch_size
-                config["loss_scope"] = self.loss_scope
+                config |= self._accum_settings.config_of_fit()
         return config
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """As in Keras, with the accumulating optimizer."""
         config = keras.saving.deserialize_keras_object(dict(config))
-        self.remainder = config.pop("remainder", self.remainder)
-        self.use_cutting(
-            Cutting(
-                config.pop("micro_batch_size", self.micro_batch_size),
-                config.pop("loss_scope", self.loss_scope),
-            )
-        )
-        optimizer = nesting.find(config.get("optimizer"))
-        if optimizer is not None:
-            self._accum_settings.take_over(optimizer)
+        self._accum_settings.take_over(config)
         self.compile(**config)
         if self.optimizer is not None and self.built:
             self.optimizer.build(self.trainable_variables)
@@ -434,44 +389,14 @@ class AccumModel(keras.Model):
         if "model" not in config:
             return super().from_config(config, custom_objects)
         config = dict(config)
-        model = keras.saving.deserialize_keras_object(
-            config.pop("model"), custom_objects=custom_objects
+        load = functools.partial(
+            keras.saving.deserialize_keras_object, custom_objects=custom_objects
         )
-        if "gradient_transform" in config:
-            config["gradient_transform"] = (
-                keras.saving.deserialize_keras_object(
-                    config["gradient_transform"], custom_objects=custom_objects
-                )
-            )
-        return cls.wrap(model, **config)
+        model = load(config.pop("model"))
+        transform = load(config.pop("gradient_transform", None))
+        return cls.wrap(model, gradient_transform=transform, **config)
 
 
 def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """True for the arguments of `keras.Model(inputs, outputs)`."""
     return len(args) == 2 or "outputs" in kwargs
-
-
-def _accumulate_outermost(model: AccumModel) -> None:
-    """Puts the accumulating optimizer of `model` around all others."""
-    settings = vars(model)["_accum_settings"]
-    nested = nesting.Nesting(
-        model.optimizer, settings.accum_steps, settings.options
-    )
-    optimizer = nested.outermost
-    if settings.accum_steps > 1 and not nested.is_new:
-        optimizer.accum_steps = settings.accum_steps
-    # For a flush before the first step, of a model that comes from a file.
-    optimizer.penalty = functools.partial(micro_batch.weight_penalty, model)
-    _keras_compat.set_optimizer(model, optimizer)
-
-
-def _compile_like(target: AccumModel, source: keras.Model) -> None:
-    """Compiles `target` as `source` is, with the same optimizer object."""
-    if _keras_compat.has_own_compile(source):
-        _keras_compat.share_compiled_state(source, target)
-        if source.optimizer is not None:
-            _accumulate_outermost(target)
-        return
-    arguments = _keras_compat.compile_arguments(source)
-    arguments["optimizer"] = source.optimizer
-    target.compile(**arguments)

@@ -8,7 +8,6 @@ from accum_model import checks
 from accum_model import nesting
 from accum_model.cut import cut_checks
 from accum_model.cut.cutting import Cutting
-from accum_model.optimizer import AccumOptimizer
 
 
 class Settings:
@@ -55,10 +54,22 @@ class Settings:
         self.is_given = True
         self.accum_steps = accum_steps
 
-    def take_over(self, optimizer: AccumOptimizer) -> None:
-        """Takes the values of an optimizer that comes from a file."""
-        self.give(optimizer.accum_steps)
-        self.options = dict.fromkeys(self.options)
+    def take_over(self, config: dict[str, Any]) -> None:
+        """Takes the values of a compile config that comes from a file.
+
+        Args:
+            config: Loses what is not for `compile`. The options of its
+                optimizer go before those given to the model.
+        """
+        self.remainder = config.pop("remainder", self.remainder)
+        self.cutting = Cutting(
+            config.pop("micro_batch_size", self.cutting.micro_batch_size),
+            config.pop("loss_scope", self.cutting.loss_scope),
+        )
+        optimizer = nesting.find(config.get("optimizer"))
+        if optimizer is not None:
+            self.give(optimizer.accum_steps)
+            self.options = dict.fromkeys(self.options)
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Raises if `optimizer` contradicts the settings."""
@@ -81,12 +92,18 @@ class Settings:
             "AccumModel", type(inner).__name__, self.options
         )
 
-    def get_config(self) -> dict[str, Any]:
-        """What a file of the model needs, `accum_steps` left out."""
+    def config_of_fit(self) -> dict[str, Any]:
+        """What a file of the model needs that no optimizer holds."""
         return {
             "remainder": self.remainder,
             "micro_batch_size": self.cutting.micro_batch_size,
             "loss_scope": self.cutting.loss_scope,
+        }
+
+    def get_config(self) -> dict[str, Any]:
+        """What a file of the model needs, `accum_steps` left out."""
+        return {
+            **self.config_of_fit(),
             "nonfinite": self.options["nonfinite"],
             "accum_dtype": self.options["accum_dtype"],
             "gradient_transform": keras.saving.serialize_keras_object(

@@ -112,6 +112,7 @@ def test_imports_go_only_downward():
         "cut.cut_step",
         "cut.auto_size",
         "settings",
+        "compiling",
         "train_step",
         "epoch_boundary",
         "model",
