@@ -130,6 +130,19 @@ def set_optimizer(
     vars(model)["optimizer"] = optimizer
 
 
+def without_reduction(
+    optimizer: keras.optimizers.Optimizer,
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which `optimizer` takes gradients for those of all replicas.
+
+    It would otherwise sum them over the replicas, after it has clipped each
+    replica's own.
+    """
+    return instance_attribute(
+        optimizer, "_all_reduce_sum_gradients", lambda pairs: list(pairs)
+    )
+
+
 def calling_callback_list(
     callback: keras.callbacks.Callback,
 ) -> keras.callbacks.CallbackList | None:
@@ -213,7 +226,11 @@ def compute_loss(
 
 
 def note_loss(model: keras.Model, loss: Any, num_rows: Any) -> None:
-    """Adds the loss of a batch to the mean that Keras shows as `loss`."""
+    """Adds the loss of a batch to the mean that Keras shows as `loss`.
+
+    Of several replicas each has its share of the loss.
+    """
+    loss *= model.distribute_strategy.num_replicas_in_sync
     model._loss_tracker.update_state(loss, sample_weight=num_rows)
 
 

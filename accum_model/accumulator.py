@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from accum_model.replicas import Replicas
+
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 
@@ -27,12 +29,13 @@ class Accumulator:
         add_variable: Makes a variable of the owning optimizer, see
             `keras.optimizers.Optimizer.add_variable`.
         accum_steps: int >= 1, micro-batches in the first cycle.
+        replicas: Those that share the variables. Each has sums of its own.
 
     Attributes:
         position: int64 scalar variable, micro-batches in the cycle so far.
         cycle_length: int64 scalar variable, micro-batches in this cycle.
-        weight_sum: Scalar variable, sum of the weights so far; float32, or
-            float64 if a buffer is.
+        weight_sum: Scalar variable, sum of the replica's weights so far;
+            float32, or float64 if a buffer is.
         is_sum: True when the update is the sum, not the mean; None until
             somebody has said so.
     """
@@ -43,9 +46,11 @@ class Accumulator:
         sums: Sequence[keras.Variable],
         add_variable: Callable[..., keras.Variable],
         accum_steps: int,
+        replicas: Replicas,
     ) -> None:
         self.variables = list(variables)
         self.sums = list(sums)
+        self.replicas = replicas
         self._add_variable = add_variable
         self._missing_weight: keras.Variable | None = None
         has_float64 = any(s.dtype == "float64" for s in self.sums)
@@ -57,12 +62,10 @@ class Accumulator:
             dtype="int64",
             name="cycle_length",
         )
-        self.weight_sum = add_variable(
-            (), dtype=self.weight_dtype, name="weight_sum"
-        )
+        self.weight_sum = self._add_local((), "weight_sum")
         # Known once a training step was traced, or a file was read.
         self.is_sum: bool | None = None
-        self._is_spoiled: keras.Variable | None = None
+        self._num_spoiled: keras.Variable | None = None
 
     def ends_cycle(self) -> tf.Tensor:
         """True when the next micro-batch is the last one of the cycle."""
@@ -74,10 +77,7 @@ class Accumulator:
         weight: tf.Tensor,
         factor: tf.Tensor,
     ) -> None:
-        """Adds one micro-batch.
-
-        A cycle whose weights are all zero has nothing to apply and starts over
-        here, with sums that are zero.
+        """Adds one micro-batch, on the replica that has seen it.
 
         Args:
             gradients: Gradients of the micro-batch, one per variable.
@@ -95,55 +95,79 @@ class Accumulator:
                     tf.maximum(total.value, tf.cast(gradient, total.dtype))
                 )
             elif isinstance(gradient, tf.IndexedSlices):
-                total.value.scatter_add(_weighted(gradient, factor, total))
+                self._scatter(total, gradient, factor)
             else:
-                total.value.assign_add(_weighted(gradient, factor, total))
+                total.value.assign_add(self.weighted(gradient, factor, total))
         self._note_missing(gradients, weight)
         self.weight_sum.value.assign_add(weight)
+
+    def count(self) -> None:
+        """Counts a micro-batch.
+
+        A cycle whose weights are all zero has nothing to apply and starts over
+        here, with sums that are zero.
+        """
         self.position.value.assign(
             (self.position.value + 1) % self.cycle_length.value
         )
 
-    def average(
+    def numerators(
         self,
         indices: Sequence[int],
         gradients: Sequence[Gradient],
-        weight: tf.Tensor,
         factor: tf.Tensor,
     ) -> list[tf.Tensor]:
-        """The mean gradients of the cycle together with a last micro-batch.
+        """The sums of the replica together with its last micro-batch.
 
         Args:
-            indices: Which variables to return the gradient of.
+            indices: Which variables to return the sum of.
             gradients: Gradients of the last micro-batch, one per variable.
-            weight: Weight of the last micro-batch, scalar.
             factor: What its gradients are multiplied by, scalar.
 
         Returns:
             For each index a tensor of the variable's shape and buffer's dtype.
         """
-        total_weight = self.weight_sum.value + weight
-        divisor = tf.ones_like(total_weight) if self.is_sum else total_weight
-        means = []
+        numerators = []
         for index in indices:
             total, gradient = self.sums[index], gradients[index]
-            if is_overwritten(self.variables[index]):
-                mean = total.value
-                if gradient is not None:
-                    mean = tf.maximum(mean, tf.cast(gradient, total.dtype))
-                means.append(mean)
-                continue
             if gradient is None:
                 numerator = total.value
+            elif is_overwritten(self.variables[index]):
+                numerator = tf.maximum(
+                    total.value, tf.cast(gradient, total.dtype)
+                )
             elif isinstance(gradient, tf.IndexedSlices):
                 # The buffer is zeroed right after: it may hold the last
                 # micro-batch too, and no dense copy of it is made.
-                total.value.scatter_add(_weighted(gradient, factor, total))
-                numerator = tf.convert_to_tensor(total.value)
+                self._scatter(total, gradient, factor)
+                numerator = total.value
             else:
-                numerator = total.value + _weighted(gradient, factor, total)
-            means.append(numerator / tf.cast(divisor, total.dtype))
-        return means
+                numerator = total.value + self.weighted(gradient, factor, total)
+            numerators.append(tf.convert_to_tensor(numerator))
+        return numerators
+
+    def means(
+        self,
+        indices: Sequence[int],
+        numerators: Sequence[tf.Tensor],
+        total_weight: tf.Tensor,
+    ) -> list[tf.Tensor]:
+        """What the update receives.
+
+        Args:
+            indices: Which variables it is of.
+            numerators: Of all replicas, one per index.
+            total_weight: Sum of the weights of all replicas, scalar.
+        """
+        if self.is_sum:
+            total_weight = tf.ones_like(total_weight)
+        return [
+            # Keras takes the mean of what the replicas would overwrite with.
+            numerator / self.replicas.count
+            if is_overwritten(self.variables[index])
+            else numerator / tf.cast(total_weight, numerator.dtype)
+            for index, numerator in zip(indices, numerators, strict=True)
+        ]
 
     def has_gradient(self, indices: Sequence[int]) -> tf.Tensor:
         """For each index True when the cycle holds a gradient of the variable.
@@ -158,19 +182,28 @@ class Accumulator:
         missing = tf.gather(self._missing_weight.value, list(indices))
         return missing < self.weight_sum.value
 
-    def reset(self, accum_steps: tf.Tensor | int) -> None:
-        """Empties the buffers and starts a cycle of `accum_steps`."""
+    def empty(self) -> None:
+        """Empties the replica's sums."""
         for total in self.sums:
             total.value.assign(tf.zeros(total.shape, total.dtype))
-        if self._missing_weight is not None:
-            self._missing_weight.assign(
-                tf.zeros(self._missing_weight.shape, self.weight_dtype)
-            )
-        if self._is_spoiled is not None:
-            self._is_spoiled.assign(tf.constant(False))
-        self.weight_sum.assign(tf.zeros((), self.weight_dtype))
+        for total in (self._missing_weight, self._num_spoiled):
+            if total is not None:
+                total.value.assign(tf.zeros(total.shape, total.dtype))
+        self.weight_sum.value.assign(tf.zeros((), self.weight_dtype))
+
+    def start(self, accum_steps: tf.Tensor | int) -> None:
+        """Starts a cycle of `accum_steps` with sums that are empty."""
         self.position.assign(tf.zeros((), "int64"))
         self.cycle_length.assign(accum_steps)
+
+    def reset(self, accum_steps: keras.Variable) -> None:
+        """Empties the sums of all replicas and starts a cycle."""
+
+        def reset():
+            self.replicas.on_each(self.empty)
+            self.start(accum_steps.value)
+
+        self.replicas.together(reset)
 
     @property
     def missing_weight(self) -> keras.Variable:
@@ -179,41 +212,59 @@ class Accumulator:
         Made when the first gradient is missing: most models never need it.
         """
         if self._missing_weight is None:
-            with tf.init_scope():
-                self._missing_weight = self._add_variable(
-                    (len(self.variables),),
-                    dtype=self.weight_dtype,
-                    name="missing_weight",
-                )
+            self._missing_weight = self._add_local(
+                (len(self.variables),), "missing_weight"
+            )
         return self._missing_weight
 
     @property
-    def is_spoiled(self) -> keras.Variable:
-        """bool scalar: a gradient of the cycle was not finite.
+    def num_spoiled(self) -> keras.Variable:
+        """Scalar of `weight_dtype`: micro-batches that were not finite.
 
-        Made where somebody looks.
+        Of this replica and cycle. Made where somebody looks.
         """
-        if self._is_spoiled is None:
-            with tf.init_scope():
-                self._is_spoiled = self._add_variable(
-                    (), dtype="bool", name="is_spoiled"
-                )
-        return self._is_spoiled
+        if self._num_spoiled is None:
+            self._num_spoiled = self._add_local((), "num_spoiled")
+        return self._num_spoiled
 
-    def state(self) -> dict[str, keras.Variable]:
-        """All variables by the name under which they are saved."""
-        state = {
+    def shared_state(self) -> dict[str, keras.Variable]:
+        """The variables that are the same on all replicas, by saved name."""
+        return {
             "cycle_position": self.position,
             "cycle_length": self.cycle_length,
-            "weight_sum": self.weight_sum,
         }
-        if self._is_spoiled is not None:
-            state["is_spoiled"] = self._is_spoiled
+
+    def local_state(self) -> dict[str, keras.Variable]:
+        """The variables that each replica has for itself, by saved name."""
+        state = {"weight_sum": self.weight_sum}
+        if self._num_spoiled is not None:
+            state["num_spoiled"] = self._num_spoiled
         if self._missing_weight is not None:
             state["missing_weight"] = self._missing_weight
         for index, total in enumerate(self.sums):
             state[f"gradient_sum_{index}"] = total
         return state
+
+    def _add_local(self, shape, name):
+        with tf.init_scope(), self.replicas.local_variables():
+            return self._add_variable(shape, dtype=self.weight_dtype, name=name)
+
+    def weighted(self, gradient, factor, total):
+        """A dense gradient of the replica, times `factor`."""
+        gradient = tf.cast(gradient, total.dtype)
+        factor = tf.cast(factor, total.dtype)
+        if self.replicas.are_several:
+            # A replica without rows has no weight, and may have NaN.
+            return tf.math.multiply_no_nan(gradient, factor)
+        return gradient * factor
+
+    def _scatter(self, total, gradient, factor):
+        # `scatter_add` does not exist for variables of several replicas.
+        tf.raw_ops.ResourceScatterAdd(
+            resource=total.value.handle,
+            indices=gradient.indices,
+            updates=self.weighted(gradient.values, factor, total),
+        )
 
     def _note_missing(
         self, gradients: Sequence[Gradient], weight: tf.Tensor
@@ -230,18 +281,6 @@ def sum_dtype(variable: keras.Variable, accum_dtype: str | None) -> str:
         return accum_dtype
     dtype = keras.backend.standardize_dtype(variable.dtype)
     return "float64" if dtype == "float64" else "float32"
-
-
-def _weighted(
-    gradient: tf.Tensor | tf.IndexedSlices,
-    factor: tf.Tensor,
-    total: keras.Variable,
-) -> tf.Tensor | tf.IndexedSlices:
-    factor = tf.cast(factor, total.dtype)
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.cast(gradient.values, total.dtype) * factor
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return tf.cast(gradient, total.dtype) * factor
 
 
 def is_overwritten(variable: keras.Variable) -> bool:

@@ -15,6 +15,7 @@ from accum_model import train_step
 from accum_model.cut.cutting import Cutting
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
+from accum_model.replicas import Replicas
 
 
 def attach(
@@ -35,7 +36,8 @@ def attach(
     """
     is_accum_model = isinstance(model, AccumModel)
     kind = AccumModelAttachment if is_accum_model else PlainAttachment
-    return kind(model, accum_steps, needs_buffers, options, cutting)
+    with Replicas(model.distribute_strategy).variables():
+        return kind(model, accum_steps, needs_buffers, options, cutting)
 
 
 class Attachment:
@@ -74,7 +76,8 @@ class Attachment:
         """Puts accumulation on. Does nothing when it is on."""
         if not self.is_attached:
             self.is_attached = True
-            self._attach()
+            with Replicas(self._model.distribute_strategy).variables():
+                self._attach()
 
     def detach(self) -> None:
         """Puts everything back. Does nothing when it is back."""

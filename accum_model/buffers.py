@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from accum_model import accumulator
 from accum_model import file_checks
+from accum_model.replicas import Replicas
 
 
 class Buffers:
@@ -27,10 +28,12 @@ class Buffers:
         add_variable: Makes a variable of the owning optimizer, see
             `keras.optimizers.Optimizer.add_variable`.
         accum_steps: int >= 1, micro-batches per update.
+        replicas: Those that share the variables.
         accum_dtype: dtype of the sums, or None for float32 (float64 for
             float64 variables).
 
     Attributes:
+        replicas: As given.
         accum_steps: int64 scalar variable, micro-batches in the next cycles.
     """
 
@@ -39,17 +42,20 @@ class Buffers:
         variables: Sequence[keras.Variable],
         add_variable: Callable[..., keras.Variable],
         accum_steps: int,
+        replicas: Replicas,
         accum_dtype: str | None = None,
     ) -> None:
+        self.replicas = replicas
         self._accum_dtype = accum_dtype
         self._variables = list(variables)
         self._add_variable = add_variable
-        self.accum_steps = add_variable(
-            (),
-            initializer=keras.initializers.Constant(accum_steps),
-            dtype="int64",
-            name="accum_steps",
-        )
+        with replicas.variables():
+            self.accum_steps = add_variable(
+                (),
+                initializer=keras.initializers.Constant(accum_steps),
+                dtype="int64",
+                name="accum_steps",
+            )
         # Made at once, so that a saved state finds its place before the first
         # step; given to the first list, or lists of parts, that ask.
         self._spare: accumulator.Accumulator | None = self._add_cycle(
@@ -104,7 +110,7 @@ class Buffers:
     def reset(self) -> None:
         """Empties every buffer and starts new cycles."""
         for cycle in self.all_cycles():
-            cycle.reset(self.accum_steps.value)
+            cycle.reset(self.accum_steps)
 
     def save(self, store: MutableMapping[str, np.ndarray]) -> None:
         """Writes all state into `store`."""
@@ -115,8 +121,16 @@ class Buffers:
                 [index_of[id(v)] for v in cycle.variables], "int64"
             )
             store[f"cycle_{number}_is_sum"] = np.array(bool(cycle.is_sum))
-            for name, variable in cycle.state().items():
+            for name, variable in cycle.shared_state().items():
                 store[f"cycle_{number}_{name}"] = variable.numpy()
+            is_empty = concrete(cycle.position) == 0
+            for name, variable in cycle.local_state().items():
+                # To read those of other machines takes all of them.
+                store[f"cycle_{number}_{name}"] = (
+                    np.zeros(variable.shape, variable.dtype)
+                    if is_empty
+                    else variable.numpy()
+                )
 
     def load(self, store: Mapping[str, np.ndarray]) -> None:
         """Takes over the state that `save` wrote.
@@ -126,6 +140,7 @@ class Buffers:
         """
         values = {name: np.asarray(store[name]) for name in store.keys()}
         plan = [(self.accum_steps, file_checks.saved_accum_steps(values))]
+        local_plan = []
         number = 0
         while f"cycle_{number}_variables" in values:
             prefix = f"cycle_{number}_"
@@ -134,38 +149,42 @@ class Buffers:
             cycle = self.cycle_of([self._variables[j] for j in indices])
             if prefix + "missing_weight" in values:
                 _ = cycle.missing_weight
-            if prefix + "is_spoiled" in values:
-                _ = cycle.is_spoiled
+            if prefix + "num_spoiled" in values:
+                _ = cycle.num_spoiled
             if cycle.is_sum is None and prefix + "is_sum" in values:
                 # A step that was traced knows better than a file.
                 cycle.is_sum = bool(values[prefix + "is_sum"])
-            for name, variable in cycle.state().items():
-                plan.append(
-                    (
-                        variable,
-                        file_checks.saved_value(
-                            values, prefix + name, variable
-                        ),
-                    )
-                )
+            for name, variable in cycle.shared_state().items():
+                value = file_checks.saved_value(values, prefix + name, variable)
+                plan.append((variable, value))
+            for name, variable in cycle.local_state().items():
+                value = file_checks.saved_value(values, prefix + name, variable)
+                local_plan.append((variable, value))
             number += 1
-        for cycle in self.all_cycles():
-            cycle.reset(self.accum_steps.value)
+        self.reset()
         for variable, value in plan:
             variable.assign(value)
+        for variable, value in local_plan:
+            self.replicas.assign_total(variable, value)
 
     def _add_sum(self, variable):
         path = getattr(variable, "path", variable.name)
-        return self._add_variable(
-            variable.shape,
-            dtype=accumulator.sum_dtype(variable, self._accum_dtype),
-            name=path.replace("/", "_").replace(":", "_") + "_gradient_sum",
-        )
+        with self.replicas.local_variables():
+            return self._add_variable(
+                variable.shape,
+                dtype=accumulator.sum_dtype(variable, self._accum_dtype),
+                name=path.replace("/", "_").replace(":", "_") + "_gradient_sum",
+            )
 
     def _add_cycle(self, variables, sums):
-        return accumulator.Accumulator(
-            variables, sums, self._add_variable, concrete(self.accum_steps)
-        )
+        with self.replicas.variables():
+            return accumulator.Accumulator(
+                variables,
+                sums,
+                self._add_variable,
+                concrete(self.accum_steps),
+                self.replicas,
+            )
 
 
 def concrete(variable: keras.Variable) -> int:

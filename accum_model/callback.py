@@ -292,12 +292,12 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         seen = int(counts.num_applied.numpy() + counts.num_pending.numpy())
         batches = optimizer.num_micro_batches - self._batches_before
         seen -= self._rows_before
-        rows = f"{seen // batches}"
-        if seen % batches:
+        replicas = optimizer.replicas.count
+        rows = f"{seen // batches // replicas}"
+        if seen % (batches * replicas):
             # Several batches in one execution, the last of them short.
-            rows = f"about {round(seen / batches)}"
+            rows = f"about {max(1, round(seen / batches / replicas))}"
         k = optimizer.accum_steps
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync
         total = batch_size.effective_batch_size(
             max(1, round(seen / batches)), k
         )

@@ -309,16 +309,17 @@ def weight(value: Any, dtype: str) -> tf.Tensor:
     return tensor
 
 
-def one_replica(accum_steps: int) -> None:
-    """Refuses buffers under a strategy of several replicas."""
-    strategy = tf.distribute.get_strategy()
-    if strategy.num_replicas_in_sync > 1:
+def strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
+    """Returns `strategy`; raises for those that train asynchronously."""
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise ValueError(
-            "`accum_steps` > 1 needs one replica in this version. Received: "
-            f"accum_steps={accum_steps!r} under {type(strategy).__name__} "
-            f"with {strategy.num_replicas_in_sync} replicas. Train with "
-            "accum_steps=1, or on one device."
+            "`strategy` must train its replicas in step with each other, so "
+            "that they share an update. Received: "
+            f"{type(strategy).__name__}, whose workers update on their own. "
+            "Use tf.distribute.MirroredStrategy on one machine, or "
+            "tf.distribute.MultiWorkerMirroredStrategy on several."
         )
+    return strategy
 
 
 def keras_model(name: str, value: Any) -> keras.Model:

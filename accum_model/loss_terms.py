@@ -29,6 +29,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
+from accum_model import shadow
 
 _SUMS = ("sum", "none", None)
 
@@ -139,7 +140,6 @@ _recorder: contextvars.ContextVar[_Recorder | None] = contextvars.ContextVar(
     "recorder", default=None
 )
 _lock = threading.Lock()
-_shadowing = threading.RLock()
 _num_watching = 0
 _original_call = keras.losses.Loss.__call__
 
@@ -166,9 +166,8 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
     if recorder is None:
         return _original_call(self, y_true, y_pred, sample_weight)
     values = []
-    call = self.call
 
-    def recording(*args, **kwargs):
+    def recording(call, *args, **kwargs):
         values.append(call(*args, **kwargs))
         return values[-1]
 
@@ -176,11 +175,7 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
     inner = _Recorder([], lambda i, term: recorder.factor(index + i, term))
     token = _recorder.set(inner)
     try:
-        # One loss may be called in two threads.
-        with (
-            _shadowing,
-            _keras_compat.instance_attribute(self, "call", recording),
-        ):
+        with shadow.method(self, "call", recording):
             result = _original_call(self, y_true, y_pred, sample_weight)
     finally:
         _recorder.reset(token)

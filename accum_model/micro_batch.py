@@ -4,18 +4,44 @@ The step's own code does not pass it on: `AccumOptimizer.apply` finds it where
 the step was started.
 """
 
-import functools
+import contextlib
+import contextvars
 import inspect
+import types
 from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from accum_model import _keras_compat
 from accum_model import checks
 from accum_model import loss_terms
+from accum_model import shadow
+
+# The micro-batch that each optimizer is given, by id. Replicas run in threads.
+_presented: contextvars.ContextVar[Mapping[int, "MicroBatch"]] = (
+    contextvars.ContextVar("micro_batches", default=types.MappingProxyType({}))
+)
+
+
+def present(optimizer: keras.optimizers.Optimizer) -> "MicroBatch | None":
+    """The micro-batch whose gradients `optimizer` is given now, if known."""
+    return _presented.get().get(id(optimizer))
+
+
+@contextlib.contextmanager
+def presented(
+    optimizer: keras.optimizers.Optimizer, batch: "MicroBatch"
+) -> Iterator[None]:
+    """A block in which gradients given to `optimizer` are of `batch`."""
+    token = _presented.set({**_presented.get(), id(optimizer): batch})
+    try:
+        yield
+    finally:
+        _presented.reset(token)
 
 
 class MicroBatch:
@@ -59,13 +85,11 @@ class MicroBatch:
             factor: See `loss_terms.recorded`. Losses in a `compute_loss` of the
                 model's own are left as they are.
         """
-        compute_loss = model.compute_loss
         own_weight = own_micro_batch_weight(model)
         if weighs_itself(model):
             factor = None
 
-        @functools.wraps(compute_loss)
-        def watched(*args, **kwargs):
+        def watched(compute_loss, *args, **kwargs):
             with loss_terms.recorded(factor) as terms:
                 loss = compute_loss(*args, **kwargs)
             if own_weight is not None:
@@ -77,7 +101,7 @@ class MicroBatch:
                 self._take(terms, loss, model)
             return loss
 
-        return _keras_compat.instance_attribute(model, "compute_loss", watched)
+        return shadow.method(model, "compute_loss", watched)
 
     def numerator(
         self, loss: tf.Tensor, cycle_length: tf.Tensor | int

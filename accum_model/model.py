@@ -283,6 +283,7 @@ class AccumModel(keras.Model):
         if optimizer is not None:
             optimizer = checks.optimizer("optimizer", optimizer)
             self._accum_settings.check_optimizer(optimizer)
+        checks.strategy(self.distribute_strategy)
         is_outermost = isinstance(optimizer, AccumOptimizer)
         plain = optimizer.inner_optimizer if is_outermost else optimizer
         # Keras puts the plain one into a LossScaleOptimizer if the precision

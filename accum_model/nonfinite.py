@@ -27,7 +27,8 @@ class Guard:
         add_variable: Makes a variable of the owning optimizer.
 
     Attributes:
-        num_skipped_micro_batches: int64 scalar variable, since the start.
+        num_skipped_micro_batches: int64 scalar variable, since the start, in
+            cycles that are over.
         num_skipped_updates: int64 scalar variable, since the start.
     """
 
@@ -48,8 +49,10 @@ class Guard:
         grads: Sequence[Gradient],
         weight: tf.Tensor,
         num_skipped: tf.Tensor | int = 0,
-    ) -> tuple[list[Gradient], tf.Tensor, tf.Tensor]:
+    ) -> tuple[list[Gradient], tf.Tensor, tf.Tensor, tf.Tensor]:
         """Replaces a bad micro-batch by nothing.
+
+        Of several replicas each looks at its own.
 
         Args:
             cycle: The cycle of the micro-batch.
@@ -59,8 +62,9 @@ class Guard:
                 their gradients were not finite.
 
         Returns:
-            Gradients and weight, zero if any of them was not finite; and a
-            bool scalar, True if all were.
+            Gradients and weight, zero if any of them was not finite; a bool
+            scalar, True if all were; and how many were not, this micro-batch
+            or parts of it.
         """
         is_finite = are_finite([*grads, weight])
         if self.policy == "raise":
@@ -74,30 +78,28 @@ class Guard:
                 ],
             )
         num_bad = tf.cast(tf.logical_not(is_finite), "int64") + num_skipped
-        self.num_skipped_micro_batches.assign_add(num_bad)
-        cycle.is_spoiled.assign(
-            tf.logical_or(cycle.is_spoiled.value, num_bad > 0)
-        )
+        num_bad = tf.cast(num_bad, cycle.weight_dtype)
+        cycle.num_spoiled.value.assign_add(num_bad)
         return (
             [_where(is_finite, gradient) for gradient in grads],
             tf.where(is_finite, weight, tf.zeros_like(weight)),
             is_finite,
+            num_bad,
         )
 
-    def must_discard(
-        self, cycle: Accumulator, total_weight: tf.Tensor
-    ) -> tf.Tensor:
-        """True when the cycle that ends here is not to be applied."""
-        has_nothing = tf.logical_not(total_weight > 0)
+    def must_discard(self, num_bad: tf.Tensor) -> tf.Tensor:
+        """True when a cycle with so many bad micro-batches is not applied."""
         if self.policy == "skip_micro_batch":
-            return has_nothing
-        return tf.logical_or(has_nothing, cycle.is_spoiled.value)
+            return tf.constant(False)
+        return num_bad > 0
 
-    def count_discarded(self, cycle: Accumulator) -> None:
+    def count(self, num_bad: tf.Tensor) -> None:
+        """Counts the bad micro-batches of a cycle that is over."""
+        self.num_skipped_micro_batches.assign_add(tf.cast(num_bad, "int64"))
+
+    def count_discarded(self, num_bad: tf.Tensor) -> None:
         """Counts a cycle that is discarded, if that is because it is bad."""
-        self.num_skipped_updates.assign_add(
-            tf.cast(cycle.is_spoiled.value, "int64")
-        )
+        self.num_skipped_updates.assign_add(tf.cast(num_bad > 0, "int64"))
 
     def state(self) -> dict[str, keras.Variable]:
         """All variables by the name under which they are saved."""

@@ -19,7 +19,10 @@ import keras
 import tensorflow as tf
 
 from accum_model import checks
+from accum_model import ledger
+from accum_model import micro_batch
 from accum_model import optimizer_state
+from accum_model import single_update
 from accum_model import update
 from accum_model.accumulator import Gradient
 from accum_model.micro_batch import MicroBatch
@@ -124,14 +127,14 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             with tf.init_scope():
                 self.inner_optimizer.build(self._trainable_variables)
         if not self.is_accumulating:
-            self._apply_at_once(grads, trainable_variables)
+            self._apply_at_once(grads, trainable_variables, weight)
             return
 
         checks.same_number(grads, trainable_variables)
         update.warn_of_missing(grads, trainable_variables)
         cycle = self._buffers.cycle_of(trainable_variables)
-        weight = self._weigh(cycle, weight)
-        batch = self._micro_batch
+        batch = micro_batch.present(self)
+        weight, cycle.is_sum = self._weigh(batch, weight, cycle.weight_dtype)
         if batch is None:
             self._updater.take(cycle, grads, weight, None)
         else:
@@ -156,16 +159,13 @@ class AccumOptimizer(optimizer_state.OptimizerState):
 
         For training steps whose code calls `apply` without a weight.
         """
-        before, self._micro_batch = self._micro_batch, batch
-        try:
+        with micro_batch.presented(self, batch):
             yield
-        finally:
-            self._micro_batch = before
 
     @property
     def is_in_micro_batch(self) -> bool:
         """True inside a block of `micro_batch`."""
-        return self._micro_batch is not None
+        return micro_batch.present(self) is not None
 
     def flush(self) -> None:
         """Applies what a partial cycle has collected, divided by its weight.
@@ -186,7 +186,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
 
     def scale_loss(self, loss: tf.Tensor) -> tf.Tensor:
         """Scales the loss as the inner optimizer does."""
-        batch = self._micro_batch
+        batch = micro_batch.present(self)
         if batch is not None and self.is_accumulating:
             length = self._accum_steps
             if self._buffers is not None:
@@ -204,29 +204,39 @@ class AccumOptimizer(optimizer_state.OptimizerState):
         """Excludes variables from the inner optimizer's weight decay."""
         self.inner_optimizer.exclude_from_weight_decay(*args, **kwargs)
 
-    def _apply_at_once(self, grads, variables):
+    def _apply_at_once(self, grads, variables, weight):
         if not tf.executing_eagerly():
             self._was_traced_without_buffers = True
+        replicas = self.replicas
+        batch = micro_batch.present(self)
+        if replicas.are_several:
+            weight, is_sum = self._weigh(batch, weight, "float64")
+            single_update.apply(
+                self, replicas, grads, variables, weight, is_sum, batch
+            )
+            return
         if self._ledger is not None:
             present = [gradient for gradient in grads if gradient is not None]
             scale = update.loss_scale(self)
-            self._ledger.note_norm(present, 1 if scale is None else scale)
-            if self._micro_batch is not None:
-                self._ledger.settle(self._micro_batch.num_rows)
+            self._ledger.note_norm(
+                ledger.global_norm(present, 1 if scale is None else scale)
+            )
+            if batch is not None:
+                self._ledger.settle(batch.num_rows)
         self.inner_optimizer.apply(grads, variables)
 
-    def _weigh(self, cycle, weight):
-        """The weight of a call: as given, of the micro-batch, or one."""
-        batch = self._micro_batch
+    def _weigh(self, batch, weight, dtype):
+        """The weight of a call: as given, of the micro-batch, or one.
+
+        And whether its loss is a sum.
+        """
         is_sum = False
         if weight is None:
             weight = 1
             if batch is not None:
                 weight, is_sum = batch.weight, batch.is_sum
                 self._warn_of_denominators(batch)
-        weight = checks.weight(weight, cycle.weight_dtype)
-        cycle.is_sum = is_sum
-        return weight
+        return checks.weight(weight, dtype), is_sum
 
     def _warn_of_denominators(self, batch):
         if batch.has_mixed_denominators and (

@@ -19,7 +19,7 @@ from accum_model import nonfinite as nonfinite_module
 from accum_model import optimizer_chain
 from accum_model import update
 from accum_model.cycle_state import CycleState
-from accum_model.micro_batch import MicroBatch
+from accum_model.replicas import Replicas
 
 
 class OptimizerState(keras.optimizers.Optimizer):
@@ -57,7 +57,6 @@ class OptimizerState(keras.optimizers.Optimizer):
         self._updater: update.Updater | None = None
         self._buffers: buffers.Buffers | None = None
         self._ledger: ledger.RowLedger | None = None
-        self._micro_batch: MicroBatch | None = None
         self._has_warned_of_denominators = False
         self._was_traced_without_buffers = False
         self.cycle_state = CycleState(self._save_cycle, self._load_cycle)
@@ -94,10 +93,20 @@ class OptimizerState(keras.optimizers.Optimizer):
 
     @property
     def num_skipped_micro_batches(self) -> int:
-        """Micro-batches left out because a gradient was not finite."""
+        """Micro-batches left out because a gradient was not finite.
+
+        Those of the several replicas count one by one.
+        """
         if self._guard is None:
             return 0
-        return buffers.concrete(self._guard.num_skipped_micro_batches)
+        pending = [
+            buffers.concrete(cycle.num_spoiled)
+            for cycle in self._buffers.all_cycles()
+            if buffers.concrete(cycle.position)
+        ]
+        return sum(
+            pending, buffers.concrete(self._guard.num_skipped_micro_batches)
+        )
 
     @property
     def num_skipped_updates(self) -> int:
@@ -105,6 +114,14 @@ class OptimizerState(keras.optimizers.Optimizer):
         if self._guard is None:
             return 0
         return buffers.concrete(self._guard.num_skipped_updates)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Those that share the variables it was built for.
+
+        Before that, those of the present strategy.
+        """
+        return Replicas.of(self._trainable_variables if self.built else [])
 
     @property
     def is_accumulating(self) -> bool:
@@ -164,7 +181,7 @@ class OptimizerState(keras.optimizers.Optimizer):
     def count_rows(self) -> ledger.RowLedger:
         """Starts counting rows for the logs, in steps compiled from now on."""
         if self._ledger is None:
-            self._ledger = ledger.RowLedger()
+            self._ledger = ledger.RowLedger(self.replicas)
             if self._updater is not None:
                 self._updater.ledger = self._ledger
         return self._ledger
@@ -213,7 +230,7 @@ class OptimizerState(keras.optimizers.Optimizer):
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Makes the inner optimizer's variables, and the buffers."""
         variables = list(variables)
-        with tf.init_scope():
+        with tf.init_scope(), Replicas.of(variables).variables():
             if not self.inner_optimizer.built:
                 self.inner_optimizer.build(variables)
             super().build(variables)
@@ -221,14 +238,15 @@ class OptimizerState(keras.optimizers.Optimizer):
                 self._add_buffers()
 
     def _add_buffers(self):
-        checks.one_replica(self._accum_steps)
-        with tf.init_scope():
+        replicas = self.replicas
+        with tf.init_scope(), replicas.variables():
             # While calls were passed through, the own counter stood still.
             super().iterations.assign(self.iterations)
             self._buffers = buffers.Buffers(
                 self._trainable_variables,
                 self.add_variable,
                 self._accum_steps,
+                replicas,
                 self.accum_dtype,
             )
             policy = self.nonfinite

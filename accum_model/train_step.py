@@ -48,12 +48,13 @@ def run(model: keras.Model, step: Step, cutting: Cutting, data: Any) -> Any:
         return step(data)
     if cutting.cuts or _takes_two_points(model):
         return cut_step.run(model, optimizer, data, cutting)
-    if not (optimizer.is_accumulating or optimizer.counts_rows):
+    weighs = optimizer.is_accumulating or optimizer.replicas.are_several
+    if not (weighs or optimizer.counts_rows):
         return step(data)
     batch = micro_batch.MicroBatch(data_rows.num_rows(data))
     with contextlib.ExitStack() as stack:
         stack.enter_context(optimizer.micro_batch(batch))
-        if optimizer.is_accumulating:
+        if weighs:
             optimizer.penalty = functools.partial(
                 micro_batch.weight_penalty, model
             )

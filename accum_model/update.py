@@ -3,20 +3,27 @@
 Also what is said about variables that have no gradient.
 """
 
+import functools
 import warnings
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
+from accum_model import _keras_compat
 from accum_model import checks
+from accum_model import ledger
 from accum_model import nonfinite
 from accum_model import optimizer_chain
 from accum_model.accumulator import Accumulator
 from accum_model.accumulator import Gradient
 from accum_model.buffers import Buffers
+from accum_model.buffers import concrete
 from accum_model.ledger import RowLedger
 from accum_model.nonfinite import Guard
+from accum_model.replicas import Replicas
+from accum_model.replicas import Value
 
 
 class Updater:
@@ -41,6 +48,7 @@ class Updater:
     ) -> None:
         self._optimizer = optimizer
         self._buffers = buffers
+        self._replicas = buffers.replicas
         self.guard = guard
         self.ledger: RowLedger | None = None
 
@@ -62,33 +70,79 @@ class Updater:
             num_skipped: How many parts of it were left out because their
                 gradients were not finite.
         """
-        guard, scaling = self.guard, self._scaling
+        guard = self.guard
         # A loss scale may change within a cycle: sums are kept without it.
         scale = loss_scale(self._optimizer)
+        num_bad = None
         if guard is not None:
-            grads, weight, is_finite = guard.select(
+            grads, weight, is_finite, num_bad = guard.select(
                 cycle, grads, weight, num_skipped
             )
             if num_rows is not None:
                 num_rows = tf.where(is_finite, num_rows, 0)
-            if scaling is not None and guard.policy == "skip_micro_batch":
-                has_bad = tf.logical_or(
-                    tf.logical_not(is_finite), num_skipped > 0
-                )
-                nonfinite.lower_loss_scale(scaling, has_bad)
         factor = weight
         if scale is not None:
             factor = weight / tf.cast(scale, weight.dtype)
+        if not cycle.is_sum:
+            # Keras has divided a mean, but no sum, by the replicas.
+            factor *= self._replicas.count
+        self._replicas.together(
+            functools.partial(self._take_all, cycle),
+            grads,
+            weight,
+            factor,
+            num_rows,
+            num_bad,
+        )
+
+    def flush(self, cycle: Accumulator) -> None:
+        """Updates with what a partial cycle has collected, if anything."""
+        if tf.executing_eagerly() and concrete(cycle.position) == 0:
+            return
+        nothing = [None] * len(cycle.variables)
+        zero = tf.zeros((), cycle.weight_dtype)
+        rows = tf.zeros((), "int64")
+
+        def flush():
+            self._replicas.together(
+                functools.partial(self._finish, cycle, is_flush=True),
+                nothing,
+                zero,
+                zero,
+                rows,
+            )
+
+        if self._replicas.are_several:
+            flush = tf.function(flush, autograph=False)
+        flush()
+
+    def reset(self) -> None:
+        """Discards what has been collected."""
+        if self.guard is not None:
+            for cycle in self._buffers.all_cycles():
+                self.guard.count(cycle.num_spoiled)
+        self._buffers.reset()
+
+    def _take_all(self, cycle, grads, weight, factor, num_rows, num_bad):
+        """Takes the micro-batches of all replicas."""
+        replicas, scaling = self._replicas, self._scaling
+        if scaling is not None and self.guard.policy == "skip_micro_batch":
+            (has_bad,) = replicas.total([num_bad])
+            nonfinite.lower_loss_scale(scaling, replicas.first(has_bad) > 0)
         is_last = cycle.ends_cycle()
-        if guard is None:
+        if self._knows_weight_ahead:
             # A cycle without weight has nothing to apply and starts over.
             has_weight = cycle.weight_sum.value + weight > 0
             is_last = tf.logical_and(is_last, has_weight)
 
-        def collect():
+        def add(grads, weight, factor, num_rows):
             cycle.accumulate(grads, weight, factor)
             if self.ledger is not None and num_rows is not None:
                 self.ledger.add(num_rows)
+
+        def collect():
+            replicas.on_each(add, grads, weight, factor, num_rows)
+            cycle.count()
 
         tf.cond(
             is_last,
@@ -96,80 +150,122 @@ class Updater:
             collect,
         )
 
-    def flush(self, cycle: Accumulator) -> None:
-        """Updates with what a partial cycle has collected, if anything."""
-        if tf.executing_eagerly() and int(cycle.position.value) == 0:
-            return
-        nothing = [None] * len(cycle.variables)
-        zero = tf.zeros((), cycle.weight_dtype)
-        self._finish(cycle, nothing, zero, zero, 0, is_flush=True)
-
-    def reset(self) -> None:
-        """Discards what has been collected."""
-        self._buffers.reset()
+    @property
+    def _knows_weight_ahead(self):
+        """True where no exchange is needed, and no second condition."""
+        return self.guard is None and not self._replicas.are_several
 
     def _finish(self, cycle, grads, weight, factor, num_rows, is_flush=False):
         """Updates with a cycle and a last micro-batch, and empties it."""
-        guard, scaling = self.guard, self._scaling
-        total_weight = cycle.weight_sum.value + weight
+        replicas, guard, scaling = self._replicas, self.guard, self._scaling
+        ledger = self.ledger
+        absent = [j for j, gradient in enumerate(grads) if gradient is None]
+
+        def count(weight, num_rows):
+            counts = {"weight": cycle.weight_sum.value + weight}
+            if guard is not None:
+                counts["num_bad"] = cycle.num_spoiled.value
+            if ledger is not None and num_rows is not None:
+                counts["num_rows"] = ledger.pending(num_rows)
+            if absent:
+                counts["num_with"] = cycle.has_gradient(absent)
+            return counts
+
+        total = totals(replicas, replicas.on_each(count, weight, num_rows))
 
         def apply():
-            self._apply_mean(cycle, grads, weight, factor)
-            if self.ledger is not None and num_rows is not None:
-                self.ledger.settle(num_rows)
+            self._apply_mean(cycle, grads, factor, absent, total)
+            if "num_rows" in total:
+                ledger.settle(total["num_rows"])
 
         def discard():
-            if guard is not None:
-                if scaling is not None and guard.policy != "skip_micro_batch":
-                    nonfinite.lower_loss_scale(scaling, cycle.is_spoiled.value)
-                guard.count_discarded(cycle)
-            if self.ledger is not None:
-                self.ledger.discard()
+            if guard is None:
+                return
+            if scaling is not None and guard.policy != "skip_micro_batch":
+                nonfinite.lower_loss_scale(scaling, total["num_bad"] > 0)
+            guard.count_discarded(total["num_bad"])
 
-        if guard is not None:
-            tf.cond(guard.must_discard(cycle, total_weight), discard, apply)
-        elif is_flush:  # Of a cycle that may be without weight.
-            tf.cond(total_weight > 0, apply, discard)
-        else:
+        def empty():
+            cycle.empty()
+            if ledger is not None:
+                ledger.forget()
+
+        if self._knows_weight_ahead and not is_flush:
             apply()
-        cycle.reset(self._buffers.accum_steps.value)
+        else:
+            must_discard = tf.logical_not(total["weight"] > 0)
+            if guard is not None:
+                must_discard |= guard.must_discard(total["num_bad"])
+            tf.cond(must_discard, discard, apply)
+        if guard is not None:
+            guard.count(total["num_bad"])
+        replicas.on_each(empty)
+        cycle.start(self._buffers.accum_steps.value)
 
-    def _apply_mean(self, cycle, grads, weight, factor):
+    def _apply_mean(self, cycle, grads, factor, absent, total):
         """Hands the mean of a cycle to the inner optimizer.
 
         A variable that no micro-batch of the cycle had a gradient for is left
         out, so that its slots stand still as they would for a large batch.
         """
         everything = range(len(cycle.variables))
-        present = [j for j in everything if grads[j] is not None]
-        absent = [j for j in everything if grads[j] is None]
+        present = [j for j in everything if j not in absent]
 
         def apply_to(indices):
-            if indices:
-                variables = [cycle.variables[j] for j in indices]
-                means = cycle.average(indices, grads, weight, factor)
-                if cycle.is_sum:
-                    total_weight = cycle.weight_sum.value + weight
-                    self._count_penalty_once(means, variables, total_weight)
-                self._optimizer.inner_optimizer.apply(
-                    self._prepare(means, variables), variables
-                )
+            if not indices:
+                return
+            replicas = self._replicas
+            numerators = replicas.on_each(
+                functools.partial(cycle.numerators, indices), grads, factor
+            )
+            means, norm = replicas.on_each(
+                functools.partial(self._prepare, cycle, indices),
+                replicas.total(numerators),
+                total["weight"],
+            )
+            if self.ledger is not None:
+                self.ledger.note_norm(replicas.first(norm))
+            variables = [cycle.variables[j] for j in indices]
+            apply_inner(self._optimizer, replicas, means, variables)
 
         if not absent:
             apply_to(present)
         elif tf.executing_eagerly():
-            collected = cycle.has_gradient(absent).numpy()
-            late = [j for j, has in zip(absent, collected, strict=True) if has]
+            has = total["num_with"].numpy() > 0
+            late = [j for j, has in zip(absent, has, strict=True) if has]
             apply_to(sorted(present + late))
         else:
             # A graph cannot choose among all subsets. Those absent now were
             # all collected earlier in the cycle, or (the usual case: they
             # never have a gradient) none was.
             tf.cond(
-                tf.reduce_any(cycle.has_gradient(absent)),
+                tf.reduce_any(total["num_with"] > 0),
                 lambda: apply_to(list(everything)),
                 lambda: apply_to(present),
             )
+
+    def _prepare(self, cycle, indices, numerators, total_weight):
+        """From numerators to what the inner optimizer is given.
+
+        Returns:
+            The gradients, and the global norm of their mean where it is noted.
+        """
+        variables = [cycle.variables[j] for j in indices]
+        means = cycle.means(indices, numerators, total_weight)
+        if cycle.is_sum:
+            self._count_penalty_once(
+                means, variables, total_weight / self._replicas.count
+            )
+        norm = None if self.ledger is None else ledger.global_norm(means)
+        transform = self._optimizer.gradient_transform
+        if transform is not None:
+            means = checks.transformed(
+                transform(list(means), variables), means, transform
+            )
+        scale = loss_scale(self._optimizer)
+        if scale is not None:
+            means = [mean * tf.cast(scale, mean.dtype) for mean in means]
+        return means, norm
 
     def _count_penalty_once(self, sums, variables, num_micro_batches):
         """Takes the penalties on weights out of a sum, all but one.
@@ -187,23 +283,40 @@ class Updater:
                 each = tf.cast(each, sums[index].dtype)
                 sums[index] -= each * tf.cast(surplus, each.dtype)
 
-    def _prepare(self, means, variables):
-        """From mean gradients to those that the inner optimizer is given."""
-        if self.ledger is not None:
-            self.ledger.note_norm(means)
-        transform = self._optimizer.gradient_transform
-        if transform is not None:
-            means = checks.transformed(
-                transform(list(means), variables), means, transform
-            )
-        scale = loss_scale(self._optimizer)
-        if scale is not None:
-            means = [mean * tf.cast(scale, mean.dtype) for mean in means]
-        return means
-
     @property
     def _scaling(self):
         return loss_scaling(self._optimizer)
+
+
+def totals(
+    replicas: Replicas, counts: Mapping[str, Value]
+) -> dict[str, tf.Tensor]:
+    """Sums over replicas of counts, in one exchange; float64."""
+    values = replicas.on_each(
+        lambda counts: [tf.cast(each, "float64") for each in counts],
+        list(counts.values()),
+    )
+    sums = [replicas.first(each) for each in replicas.total(values)]
+    return dict(zip(counts, sums, strict=True))
+
+
+def apply_inner(
+    optimizer: keras.optimizers.Optimizer,
+    replicas: Replicas,
+    gradients: Sequence[Value],
+    variables: Sequence[keras.Variable],
+) -> None:
+    """Has the inner optimizer apply gradients that are those of all replicas.
+
+    In cross-replica context.
+    """
+    inner = optimizer.inner_optimizer
+    if not replicas.are_several:
+        inner.apply(gradients, variables)
+        return
+    mover = optimizer_chain.innermost(inner)
+    with _keras_compat.without_reduction(mover):
+        replicas.on_each(lambda own: inner.apply(own, variables), gradients)
 
 
 def loss_scaling(

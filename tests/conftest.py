@@ -14,6 +14,12 @@ import tensorflow as tf
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)
 
+# For tests of several replicas, which are devices of their own to TensorFlow.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 4,
+)
+
 # Here, because `--hypothesis-profile` looks for them before tests are imported.
 hypothesis.settings.register_profile(
     "short", max_examples=20, deadline=None, derandomize=True

@@ -117,15 +117,18 @@ def no_stateful_layer(model: keras.Model, size: int | str) -> None:
         )
 
 
-def one_replica(size: int | str) -> None:
-    """Refuses to cut under a strategy of several replicas."""
+def auto_on_one_replica() -> None:
+    """Refuses to search for a size where several replicas train.
+
+    One of them may run out of memory after another has begun to assign.
+    """
     strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
         raise ValueError(
-            "`micro_batch_size` needs one replica in this version. Received: "
-            f"micro_batch_size={size!r} under {type(strategy).__name__} with "
-            f"{strategy.num_replicas_in_sync} replicas. Train on one device, "
-            "or leave it out."
+            '`micro_batch_size="auto"` needs one replica. Received: '
+            f'micro_batch_size="auto" under {type(strategy).__name__} with '
+            f"{strategy.num_replicas_in_sync} replicas. Search on one device, "
+            "and pass the number that it finds."
         )
 
 

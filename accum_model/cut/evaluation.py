@@ -7,6 +7,7 @@ loss over all outputs.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
+from accum_model import shadow
 from accum_model.cut import chunk_loop
 from accum_model.cut.chunks import Chunks
 from accum_model.cut.plan import Plan
@@ -125,18 +127,13 @@ def caught_losses(
     """
     caught: dict[int, tf.Tensor] = {}
 
-    def catch(position, value, sample_weight=None):
+    def catch(position, update_state, value, sample_weight=None):
         caught[position] = value
 
     with contextlib.ExitStack() as stack:
         for position, metric in enumerate(metrics):
+            catch_one = functools.partial(catch, position)
             stack.enter_context(
-                _keras_compat.instance_attribute(
-                    metric,
-                    "update_state",
-                    lambda *args, position=position, **kwargs: catch(
-                        position, *args, **kwargs
-                    ),
-                )
+                shadow.method(metric, "update_state", catch_one)
             )
         yield caught
