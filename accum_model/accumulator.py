@@ -212,9 +212,15 @@ class Accumulator:
         Made when the first gradient is missing: most models never need it.
         """
         if self._missing_weight is None:
-            self._missing_weight = self._add_local(
-                (len(self.variables),), "missing_weight"
-            )
+
+            def add():
+                shape = (len(self.variables),)
+                with tf.init_scope():
+                    self._missing_weight = self._add_local(
+                        shape, "missing_weight"
+                    )
+
+            self.replicas.together(add)
         return self._missing_weight
 
     @property
@@ -224,7 +230,12 @@ class Accumulator:
         Of this replica and cycle. Made where somebody looks.
         """
         if self._num_spoiled is None:
-            self._num_spoiled = self._add_local((), "num_spoiled")
+
+            def add():
+                with tf.init_scope():
+                    self._num_spoiled = self._add_local((), "num_spoiled")
+
+            self.replicas.together(add)
         return self._num_spoiled
 
     def shared_state(self) -> dict[str, keras.Variable]:
@@ -246,8 +257,10 @@ class Accumulator:
         return state
 
     def _add_local(self, shape, name):
-        with tf.init_scope(), self.replicas.local_variables():
-            return self._add_variable(shape, dtype=self.weight_dtype, name=name)
+        with self.replicas.local_variables():
+            return self._add_variable(
+                shape, dtype=self.weight_dtype, name=name
+            )
 
     def weighted(self, gradient, factor, total):
         """A dense gradient of the replica, times `factor`."""

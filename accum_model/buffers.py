@@ -70,24 +70,25 @@ class Buffers:
         """The cycle of this list of variables."""
         keys = tuple(id(variable) for variable in variables)
         if keys not in self._cycles:
-            spare, self._spare = self._spare, None
-            if spare is not None:
-                spare_keys = tuple(id(variable) for variable in spare.variables)
-                if spare_keys == keys:
-                    self._cycles[keys] = spare
-                    return spare
-                self._spare_sums = dict(
-                    zip(spare_keys, spare.sums, strict=True)
-                )
-            with tf.init_scope():
-                sums = [
-                    self._spare_sums.pop(key)
-                    if key in self._spare_sums
-                    else self._add_sum(variable)
-                    for key, variable in zip(keys, variables, strict=True)
-                ]
-                self._cycles[keys] = self._add_cycle(variables, sums)
+            self.replicas.together(lambda: self._start_cycle(keys, variables))
         return self._cycles[keys]
+
+    def _start_cycle(self, keys, variables):
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare_keys = tuple(id(variable) for variable in spare.variables)
+            if spare_keys == keys:
+                self._cycles[keys] = spare
+                return
+            self._spare_sums = dict(zip(spare_keys, spare.sums, strict=True))
+        with tf.init_scope():
+            sums = [
+                self._spare_sums.pop(key)
+                if key in self._spare_sums
+                else self._add_sum(variable)
+                for key, variable in zip(keys, variables, strict=True)
+            ]
+            self._cycles[keys] = self._add_cycle(variables, sums)
 
     def all_cycles(self) -> Iterable[accumulator.Accumulator]:
         """Every cycle, in the order they were asked for."""

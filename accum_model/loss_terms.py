@@ -195,6 +195,10 @@ def _noting_call(self, y_true, y_pred, sample_weight=None):
         # It leaves reducing to the losses that it calls.
         recorder.terms.extend(inner.terms)
         return result
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    if num_replicas > 1 and value is not None and is_scalar:
+        # Keras does not reduce it, and forgets to divide it by the replicas.
+        result /= num_replicas
     term = Term(self.reduction, value, mask, sample_weight)
     recorder.terms.append(term)
     factor = recorder.factor(index, term)

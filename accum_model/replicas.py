@@ -99,6 +99,34 @@ class Replicas:
             tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
         )
 
+    def of_large_batch(
+        self, gradients: Sequence[tf.Tensor], weight: tf.Tensor
+    ) -> list[tf.Tensor]:
+        """The gradients of all replicas' rows: one exchange.
+
+        On each replica, with what is its own.
+
+        Args:
+            gradients: Dense gradients of the replica's rows. Means have been
+                divided by the replicas, as Keras does.
+            weight: The denominator of the replica's mean, scalar; 1 for a sum.
+        """
+        if not self.are_several:
+            return list(gradients)
+        # A replica without rows has no weight, and may have NaN.
+        weighted = [
+            tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype))
+            for each in gradients
+        ]
+        *sums, total_weight = tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, [*weighted, weight]
+        )
+        mean_weight = total_weight / self.count
+        return [
+            tf.math.divide_no_nan(each, tf.cast(mean_weight, each.dtype))
+            for each in sums
+        ]
+
     def first(self, value: Value) -> tf.Tensor:
         """The value of the first local replica, of one that all share."""
         if not self.are_several:

@@ -36,6 +36,9 @@ def evaluate(
     unscaled = gradients
     if scale is not None:
         unscaled = [each / tf.cast(scale, each.dtype) for each in gradients]
+    unscaled = task.optimizer.replicas.of_large_batch(
+        unscaled, task.batch.weight
+    )
     displacement = cut_checks.one_per_variable(
         "second_point",
         optimizer,
