@@ -143,6 +143,30 @@ def without_reduction(
     )
 
 
+def building_on_machines(
+    model: keras.Model,
+) -> contextlib.AbstractContextManager[None]:
+    """A block in which Keras can build `model` where it trains on several.
+
+    Keras reduces a batch that is one value on each machine, and fails. One of
+    them is enough to build from. Public report: keras-team/keras#20582.
+    """
+    strategy = model.distribute_strategy
+
+    def build(iterator=None, data_batch=None):
+        if iterator is not None:
+            for *_, batches in iterator:
+                data_batch = keras.tree.map_structure(
+                    lambda each: strategy.experimental_local_results(each)[0],
+                    next(batches),
+                )
+                break
+        with strategy.scope():
+            model._symbolic_build(data_batch=data_batch)
+
+    return instance_attribute(model, "_maybe_symbolic_build", build)
+
+
 def calling_callback_list(
     callback: keras.callbacks.Callback,
 ) -> keras.callbacks.CallbackList | None:

@@ -258,9 +258,7 @@ class Accumulator:
 
     def _add_local(self, shape, name):
         with self.replicas.local_variables():
-            return self._add_variable(
-                shape, dtype=self.weight_dtype, name=name
-            )
+            return self._add_variable(shape, dtype=self.weight_dtype, name=name)
 
     def weighted(self, gradient, factor, total):
         """A dense gradient of the replica, times `factor`."""

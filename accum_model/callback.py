@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from accum_model import _keras_compat
 from accum_model import attachment

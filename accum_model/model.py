@@ -5,6 +5,7 @@ that accumulates; the model only passes it the weight of each micro-batch and
 sees to the ends of epochs.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import keras
 from accum_model import _keras_compat
 from accum_model import checks
 from accum_model import compiling
+from accum_model import distributed_step
 from accum_model import epoch_boundary
 from accum_model import nesting
 from accum_model import optimizer_chain
@@ -313,6 +315,14 @@ class AccumModel(keras.Model):
             self, super().make_train_function, force, self.cutting
         )
 
+    def make_test_function(self, force: bool = False) -> Any:
+        """As in Keras, on several machines too."""
+        if not distributed_step.are_needed(self.distribute_strategy):
+            return super().make_test_function(force)
+        if self.test_function is None or force:
+            self.test_function = distributed_step.make(self, self.test_step)
+        return self.test_function
+
     @property
     def cutting(self) -> Cutting:
         """How batches are cut inside the step."""
@@ -344,10 +354,18 @@ class AccumModel(keras.Model):
 
         Where `fit` raises, a partial cycle is discarded unless it is carried.
         """
-        with epoch_boundary.put_first(callbacks, self) as callbacks:
+        with (
+            self._building(),
+            epoch_boundary.put_first(callbacks, self) as callbacks,
+        ):
             return super().fit(
                 x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs
             )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As `keras.Model.evaluate`."""
+        with self._building():
+            return super().evaluate(*args, **kwargs)
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         """As `keras.Model.train_on_batch`: one micro-batch."""
@@ -356,6 +374,11 @@ class AccumModel(keras.Model):
         if optimizer is not None:
             optimizer.partial_cycle_is_stale = True
         return logs
+
+    def _building(self):
+        if distributed_step.are_needed(self.distribute_strategy):
+            return _keras_compat.building_on_machines(self)
+        return contextlib.nullcontext()
 
     # Saving.
 

@@ -14,6 +14,7 @@ import keras
 from accum_model import _keras_compat
 from accum_model import batch_statistics
 from accum_model import data_rows
+from accum_model import distributed_step
 from accum_model import micro_batch
 from accum_model import two_point
 from accum_model.cut import auto_size
@@ -95,6 +96,8 @@ def compile_into(
     step = functools.partial(run, model, model.train_step, cutting)
 
     def compile_step():
+        if distributed_step.are_needed(model.distribute_strategy):
+            return distributed_step.make(model, step)
         before = model.train_function
         with _keras_compat.instance_attribute(model, "train_step", step):
             make_train_function(force=True)

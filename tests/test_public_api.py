@@ -84,6 +84,7 @@ def test_imports_go_only_downward():
         "replicas",
         "ledger",
         "data_rows",
+        "distributed_step",
         "loss_terms",
         "micro_batch",
         "batch_statistics",
