@@ -310,14 +310,18 @@ def weight(value: Any, dtype: str) -> tf.Tensor:
 
 
 def strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Returns `strategy`; raises for those that train asynchronously."""
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+    """Returns `strategy`; raises for those whose replicas keep no copies."""
+    refused = (
+        tf.distribute.ParameterServerStrategy,
+        tf.distribute.experimental.CentralStorageStrategy,
+    )
+    if isinstance(strategy, refused):
         raise ValueError(
-            "`strategy` must train its replicas in step with each other, so "
-            "that they share an update. Received: "
-            f"{type(strategy).__name__}, whose workers update on their own. "
-            "Use tf.distribute.MirroredStrategy on one machine, or "
-            "tf.distribute.MultiWorkerMirroredStrategy on several."
+            "`strategy` must give each replica a copy of the variables, which "
+            "all of them update together. Received: "
+            f"{type(strategy).__name__}. Use tf.distribute.MirroredStrategy "
+            "on one machine, or tf.distribute.MultiWorkerMirroredStrategy on "
+            "several."
         )
     return strategy
 

@@ -412,20 +412,38 @@ def test_a_search_for_a_size_is_refused():
         )
 
 
-def test_workers_on_their_own_are_refused(monkeypatch):
-    """keras-team/keras#17429: the error names the strategy."""
+def central_storage(monkeypatch):
+    devices = ["CPU:0", "CPU:1"]
+    return tf.distribute.experimental.CentralStorageStrategy(
+        devices, devices[0]
+    )
 
-    class ParameterServerStrategyStub(tf.distribute.OneDeviceStrategy):
+
+def parameter_server(monkeypatch):
+    """A stand-in: the real one needs a cluster before it can be made."""
+
+    class ParameterServerStrategy(tf.distribute.OneDeviceStrategy):
         pass
 
     monkeypatch.setattr(
-        tf.distribute, "ParameterServerStrategy", ParameterServerStrategyStub
+        tf.distribute, "ParameterServerStrategy", ParameterServerStrategy
     )
-    strategy = ParameterServerStrategyStub("CPU:0")
+    return ParameterServerStrategy("CPU:0")
+
+
+@pytest.mark.parametrize("make", [central_storage, parameter_server])
+def test_other_strategies_are_refused_by_name(make, monkeypatch):
+    """keras-team/keras#17429: the error names the strategy."""
+    strategy = make(monkeypatch)
+    expected = f"{type(strategy).__name__}.*MirroredStrategy"
     with strategy.scope():
         model = AccumModel.wrap(net(), accum_steps=3)
-        with pytest.raises(ValueError, match="ParameterServer.*Mirrored"):
+        with pytest.raises(ValueError, match=expected):
             model.compile("sgd", "mse")
+        model = net()
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=expected):
+        model.fit(X, Y, verbose=0, callbacks=[AccumCallback(accum_steps=3)])
 
 
 def test_one_device_strategy():
