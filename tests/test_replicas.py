@@ -343,16 +343,17 @@ def test_one_exchange_of_gradients_per_update(accum_steps, num_exchanges):
     assert all(size <= 2 for size in sizes if size != num_parameters)
 
 
-def test_no_condition_of_a_replica_holds_an_exchange():
+@pytest.mark.parametrize("num_replicas", [2, 4])
+def test_fifty_steps_without_a_deadlock(num_replicas):
     """tensorflow/tensorflow#27716: one condition, for all replicas."""
-    strategy = replicas.mirrored(4)
-    model = replicas.fitted(
-        wrapped(net, accum_steps=3), sgd, (X, Y), 4, strategy
-    )
-    x, y = helpers.rows(200)
-    model.fit(x, y, batch_size=4, verbose=0)  # 50 batches.
-    step = model.optimizer.num_micro_batches
-    assert step == 2 * 6 + 50
+    strategy = replicas.mirrored(num_replicas)
+    with strategy.scope():
+        model = AccumModel.wrap(net(), accum_steps=3)
+        model.compile(sgd(), "mse")
+    model.fit(*helpers.rows(200), batch_size=4, verbose=0)
+    assert model.optimizer.num_micro_batches == 50
+    assert int(model.optimizer.iterations) == 17
+    replicas.assert_copies_are_equal(model, strategy)
 
 
 def test_bad_micro_batch_of_one_replica_is_left_out():
