@@ -6,6 +6,8 @@ import re
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 
+from sphinx.util import inspect
+
 from accum_model import __version__
 
 project = "accum_model"
@@ -33,7 +35,7 @@ autodoc_typehints = "none"
 autodoc_inherit_docstrings = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "params_style")]
 
 
 def link_guides(app, path, parent, content):
@@ -43,6 +45,16 @@ def link_guides(app, path, parent, content):
     )
 
 
+def signature_of_init(app, what, name, obj, options, signature, returns):
+    """Keras hides that of a model behind `__new__`."""
+    if what == "class" and signature == "(*args, **kwargs)":
+        found = inspect.signature(obj.__init__, bound_method=True)
+        text = inspect.stringify_signature(found, show_annotation=False)
+        return text, None
+    return None
+
+
 def setup(app):
     """Has Sphinx call what is above."""
+    app.connect("autodoc-process-signature", signature_of_init)
     app.connect("include-read", link_guides)
