@@ -29,6 +29,21 @@ PAGES = {
     for path in sorted(DOCS.rglob("*.rst"))
     if "code-block:: python" in path.read_text()
 }
+# Those that compile many training steps.
+SLOW = {
+    "equal_or_not.rst",
+    "guides/checkpoints.rst",
+    "guides/custom_training.rst",
+    "guides/large_batches.rst",
+    "guides/masked_text.rst",
+    "guides/mixed_precision.rst",
+    "guides/optimizers.rst",
+    "guides/two_gradients.rst",
+}
+PAGES_WITH_MARKS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in PAGES
+]
 
 
 def block_pattern(language):
@@ -94,7 +109,7 @@ def test_rst_renders_without_a_warning(name):
     render(ROOT / name)
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PAGES_WITH_MARKS)
 def test_snippets_of_page_run_and_print_what_it_says(name):
     use_float("float32")
     text = (DOCS / name).read_text()
