@@ -13,7 +13,7 @@ RUFF_RULES = --line-length 80 --select E,F,W,I,B,UP,D1 \
 	--config 'lint.per-file-ignores={"tests/*"=["D1","E731"],"setup.py"=["D1"],"*/__init__.py"=["E402"]}'
 PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 4
 
-.PHONY: demo test test-slow test-all lint format clean
+.PHONY: demo test test-slow test-all docs lint format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m accum_model
@@ -26,6 +26,10 @@ test-slow: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST)
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
 
 lint: $(VENV)/.installed-test
 	$(RUFF) format --check --line-length 80 $(SOURCES)
@@ -42,4 +46,4 @@ $(VENV)/.installed-%: setup.cfg
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
