@@ -112,6 +112,7 @@ def compile_into(
             model, f"accum_steps={optimizer.accum_steps}"
         )
     if cutting.is_auto:
+        cut_checks.auto_on_one_replica(model.distribute_strategy)
         function = auto_size.retrying(cutting, compile_step, model)
     else:
         function = compile_step()

@@ -117,12 +117,11 @@ def no_stateful_layer(model: keras.Model, size: int | str) -> None:
         )
 
 
-def auto_on_one_replica() -> None:
+def auto_on_one_replica(strategy: tf.distribute.Strategy) -> None:
     """Refuses to search for a size where several replicas train.
 
     One of them may run out of memory after another has begun to assign.
     """
-    strategy = tf.distribute.get_strategy()
     if strategy.num_replicas_in_sync > 1:
         raise ValueError(
             '`micro_batch_size="auto"` needs one replica. Received: '

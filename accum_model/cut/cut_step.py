@@ -42,8 +42,6 @@ def run(
     Returns:
         The logs, as `train_step` returns them.
     """
-    if cutting.is_auto:
-        cut_checks.auto_on_one_replica()
     cut_checks.updates_every_step(optimizer, optimizer.accum_steps)
     cut_checks.no_stateful_layer(model, cutting.micro_batch_size)
     plan = cutting.plan
