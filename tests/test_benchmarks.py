@@ -1,0 +1,129 @@
+"""Benchmarks run on the smallest of cases and print what they promise."""
+
+import json
+
+import keras
+import pytest
+import tensorflow as tf
+
+from benchmarks import _columns
+from benchmarks import embedding_step
+from benchmarks import gpu
+from benchmarks import peak_memory
+from benchmarks import scaling
+from benchmarks import step_time
+from benchmarks import trace_time
+
+TINY = ["--models", "small MLP", "--batch-size", "4", "--micro-batch-size", "2"]
+
+
+@pytest.fixture(autouse=True)
+def float32():
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.slow
+def test_step_time_prints_every_column_and_writes_json(tmp_path, capsys):
+    file = tmp_path / "times.json"
+    step_time.main(
+        [*TINY, "--rounds", "2", "--first-calls", "1", "--json", str(file)]
+    )
+    printed = capsys.readouterr().out
+    for column in _columns.COLUMNS:
+        assert f"\n  {column:30}" in printed
+    written = json.loads(file.read_text())
+    assert list(written["results"]["small MLP"]["update"]) == list(
+        _columns.COLUMNS
+    )
+    assert written["versions"]["keras"] == keras.__version__
+    assert written["options"]["batch_size"] == 4
+
+
+def test_step_time_refuses_columns_that_train_to_other_weights():
+    case = step_time._cases.CASES["small MLP"]
+    plain, other = case.model(), case.model()
+    plain.trainable_variables[0].assign_add(
+        tf.ones(plain.trainable_variables[0].shape)
+    )
+    trainers = {
+        name: _columns.Trainer(model, lambda: None)
+        for name, model in ((_columns.UNCUT, plain), (_columns.CUT, other))
+    }
+    with pytest.raises(RuntimeError, match="other weights"):
+        step_time.check_same_weights(case, trainers)
+
+
+def test_every_case_has_data_for_its_model():
+    for case in step_time._cases.CASES.values():
+        x, y = case.data(2)
+        assert case.model()(x).shape == (2, 10)
+        assert y.shape == (2,)
+
+
+@pytest.mark.slow
+def test_trace_time_prints_every_column(capsys):
+    trace_time.main(
+        ["--num-variables", "2", "--optimizers", "sgd", "--rounds", "1"]
+    )
+    printed = capsys.readouterr().out
+    for column in trace_time.COLUMNS:
+        assert f"\n  {column:30}" in printed
+
+
+@pytest.mark.slow
+def test_scaling_prints_both_tables_and_leaves_out_what_is_too_big(capsys):
+    scaling.main(
+        "--num-micro-batches 1 2 --num-parameters 1e4 1e8 --rounds 3".split()
+    )
+    printed = capsys.readouterr().out
+    for label in ("k=1", "k=2", "1e+04"):
+        assert f"\n{label:>12}" in printed
+    assert "left out" in printed
+
+
+def test_scaling_makes_models_of_the_size_asked_for():
+    for number in (1e5, 1e6):
+        size = scaling.mlp(int(number)).model().count_params()
+        assert size == pytest.approx(number, rel=0.05)
+
+
+@pytest.mark.slow
+def test_peak_memory_prints_every_column(capsys, tmp_path):
+    file = tmp_path / "peaks.json"
+    arguments = ["--batch-sizes", "2", "4", "--micro-batch-size", "1"]
+    columns = ["--columns", "across", "batch"]
+    peak_memory.main([*arguments, *columns, "--json", str(file)])
+    assert "across steps" in capsys.readouterr().out
+    written = json.loads(file.read_text())["results"]
+    assert written["across"]["bytes_per_parameter"] == 4
+    assert written["batch"]["bytes_per_parameter"] == 0
+    assert written["across"]["4"] > 0
+
+
+@pytest.mark.slow
+def test_embedding_step_prints_every_column(capsys):
+    embedding_step.main(["--num-ids", "50", "--rounds", "2"])
+    assert "accum_model, nonfinite" in capsys.readouterr().out
+
+
+def test_gpu_says_that_there_is_none(capsys):
+    gpu.main([])
+    assert "sees no GPU" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_gpu_measures_a_small_model_on_the_cpu(capsys):
+    gpu.main(["--on-cpu", "--rounds", "2", "--policies", "mixed_float16"])
+    printed = capsys.readouterr().out
+    assert "small MLP, mixed_float16" in printed
+    assert "auto, of 32 rows: 32" in printed
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_gpu_leaves_out_what_there_is_no_time_for(capsys):
+    options = gpu.argparse.Namespace(minutes=1, rounds=1)
+    clock = iter([0, 61, 122]).__next__
+    parts = {"small": None, "big": None}
+    assert gpu.measure_all(parts, ("float32",), options, None, clock) == {}
+    assert capsys.readouterr().out.count("left out, no time") == 2
