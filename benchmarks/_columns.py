@@ -107,12 +107,11 @@ def plain_small(case: _cases.Case, settings: Settings) -> Trainer:
 
 def built_in(case: _cases.Case, settings: Settings) -> Trainer:
     """Keras's `gradient_accumulation_steps`, one batch per micro-batch."""
+    count = settings.num_micro_batches
+    # Keras refuses 1.
+    adam = {"gradient_accumulation_steps": count} if count > 1 else {}
     return _in_fit(
-        case.model(),
-        case,
-        settings,
-        settings.micro_batch_size,
-        gradient_accumulation_steps=settings.num_micro_batches,
+        case.model(), case, settings, settings.micro_batch_size, **adam
     )
 
 
