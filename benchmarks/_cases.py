@@ -69,9 +69,7 @@ def _transformer():
     inputs = keras.Input((LENGTH, WIDTH))
     hidden = layers.Dense(WIDTH)(layers.Masking()(inputs))
     for _ in range(2):
-        # A bias of the keys has a gradient of nothing but rounding, which Adam
-        # would make steps of.
-        attention = layers.MultiHeadAttention(4, WIDTH // 4, use_bias=False)
+        attention = layers.MultiHeadAttention(4, WIDTH // 4)
         hidden = layers.LayerNormalization()(
             layers.Add()([hidden, attention(hidden, hidden)])
         )

@@ -65,7 +65,7 @@ def limit(case: _cases.Case, settings: Settings) -> Trainer:
 
     Micro-batches lie ready, and sparse gradients stay sparse until the update.
     """
-    model, optimizer, loss = case.model(), keras.optimizers.Adam(), _loss()
+    model, optimizer, loss = case.model(), _adam(), _loss()
     variables = model.trainable_variables
     optimizer.build(variables)
     count = settings.num_micro_batches
@@ -180,7 +180,7 @@ COLUMNS: dict[str, Callable[[_cases.Case, Settings], Trainer]] = {
 
 def _in_fit(model, case, settings, rows_per_call, callbacks=(), **adam):
     model.compile(
-        keras.optimizers.Adam(**adam),
+        _adam(**adam),
         _loss(),
         jit_compile=settings.jit_compile,
     )
@@ -200,6 +200,12 @@ def _in_fit(model, case, settings, rows_per_call, callbacks=(), **adam):
             calls.on_train_batch_end(step, logs)
 
     return Trainer(model, update)
+
+
+def _adam(**kwargs):
+    # Far above rounding: Adam makes steps of the smallest gradients, and the
+    # columns add theirs up in different orders.
+    return keras.optimizers.Adam(epsilon=1e-5, **kwargs)
 
 
 def _loss():
