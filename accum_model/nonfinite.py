@@ -81,7 +81,7 @@ class Guard:
         num_bad = tf.cast(num_bad, cycle.weight_dtype)
         cycle.num_spoiled.value.assign_add(num_bad)
         return (
-            [_where(is_finite, gradient) for gradient in grads],
+            [where(is_finite, gradient) for gradient in grads],
             tf.where(is_finite, weight, tf.zeros_like(weight)),
             is_finite,
             num_bad,
@@ -120,6 +120,19 @@ def are_finite(gradients: Sequence[Gradient]) -> tf.Tensor:
     )
 
 
+def where(condition: tf.Tensor, gradient: Gradient) -> Gradient:
+    """The gradient where `condition` is True, else zeros of its kind."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.where(
+            condition, gradient.values, tf.zeros_like(gradient.values)
+        )
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    return tf.where(condition, gradient, tf.zeros_like(gradient))
+
+
 def lower_loss_scale(
     optimizer: keras.optimizers.LossScaleOptimizer, condition: tf.Tensor
 ) -> None:
@@ -133,15 +146,3 @@ def _values(gradient):
     if isinstance(gradient, tf.IndexedSlices):
         return gradient.values
     return gradient
-
-
-def _where(condition, gradient):
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = tf.where(
-            condition, gradient.values, tf.zeros_like(gradient.values)
-        )
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    gradient = tf.convert_to_tensor(gradient)
-    return tf.where(condition, gradient, tf.zeros_like(gradient))

@@ -84,6 +84,8 @@ class AccumOptimizer(optimizer_state.OptimizerState):
         [8.] 0
     """
 
+    # Nothing here is for AutoGraph, which takes seconds to find that out.
+    @tf.autograph.experimental.do_not_convert
     def apply(
         self,
         grads: Sequence[Gradient],
@@ -143,6 +145,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             )
         self._count_micro_batch()
 
+    @tf.autograph.experimental.do_not_convert
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Gradient, keras.Variable]],

@@ -60,7 +60,37 @@ def _embedding():
     return keras.Model(inputs, keras.layers.Dense(NUM_CLASSES)(hidden))
 
 
-def _normal(*shape):
+LENGTH = 64
+WIDTH = 128
+
+
+def _transformer():
+    layers = keras.layers
+    inputs = keras.Input((LENGTH, WIDTH))
+    hidden = layers.Dense(WIDTH)(layers.Masking()(inputs))
+    for _ in range(2):
+        attention = layers.MultiHeadAttention(4, WIDTH // 4)
+        hidden = layers.LayerNormalization()(
+            layers.Add()([hidden, attention(hidden, hidden)])
+        )
+        wide = layers.Dense(4 * WIDTH, activation="relu")(hidden)
+        hidden = layers.LayerNormalization()(
+            layers.Add()([hidden, layers.Dense(WIDTH)(wide)])
+        )
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    return keras.Model(inputs, layers.Dense(NUM_CLASSES)(hidden))
+
+
+def _padded(rng, num_rows):
+    """Sequences of a half to the whole length, zeros after them."""
+    x = rng.normal(size=(num_rows, LENGTH, WIDTH)).astype("float32")
+    lengths = rng.integers(LENGTH // 2, LENGTH + 1, (num_rows, 1))
+    x[np.arange(LENGTH) >= lengths] = 0
+    return x
+
+
+def normal(*shape: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+    """Makes standard normal inputs of this shape per row."""
     return lambda rng, num_rows: rng.normal(size=(num_rows, *shape)).astype(
         "float32"
     )
@@ -74,8 +104,9 @@ def _distinct_ids(rng, num_rows):
 
 
 CASES = {
-    "small MLP": Case(lambda: _mlp(16, 32), _normal(16)),
-    "wide MLP": Case(lambda: _mlp(512, 1024, 1024, 1024), _normal(512)),
-    "CNN": Case(_cnn, _normal(64, 64, 3)),
+    "small MLP": Case(lambda: _mlp(16, 32), normal(16)),
+    "wide MLP": Case(lambda: _mlp(512, 1024, 1024, 1024), normal(512)),
+    "CNN": Case(_cnn, normal(64, 64, 3)),
+    "transformer": Case(_transformer, _padded),
     "embedding": Case(_embedding, _distinct_ids),
 }

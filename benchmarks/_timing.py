@@ -1,9 +1,12 @@
 """Times several callables in turns, so that noise meets all of them alike."""
 
+import argparse
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -34,10 +37,41 @@ def print_table(seconds: dict[str, list[float]], reference: str) -> None:
         print(f"{name:36}{1e3 * median:9.2f}{median / base:8.2f}")
 
 
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each list."""
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def versions() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "keras": keras.__version__,
+        "tensorflow": tf.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "gpus": len(tf.config.list_physical_devices("GPU")),
+    }
+
+
 def print_versions() -> None:
-    """Prints what the figures depend on."""
+    """Prints it."""
     print(
-        f"Keras {keras.__version__}, TensorFlow {tf.__version__}, Python "
-        f"{platform.python_version()}, {platform.machine()}, "
-        f"{len(tf.config.list_physical_devices('GPU'))} GPUs"
+        "Keras {keras}, TensorFlow {tensorflow}, Python {python}, {machine}, "
+        "{gpus} GPUs, {date}".format(**versions())
     )
+
+
+def write_json(
+    path: str | None, options: argparse.Namespace, results: Any
+) -> None:
+    """Writes versions, options and results into a file, if one is named."""
+    if path is None:
+        return
+    content = {
+        "versions": versions(),
+        "options": vars(options),
+        "results": results,
+    }
+    with open(path, "w") as file:
+        json.dump(content, file, indent=1)

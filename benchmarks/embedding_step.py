@@ -43,13 +43,13 @@ def training_step(
     return lambda: model.train_function(iter([data]))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--num-ids", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=100)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rng = np.random.default_rng(0)
     data = (
         tf.constant(rng.integers(0, options.num_ids, (4, 4)), "int32"),

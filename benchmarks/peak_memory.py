@@ -1,9 +1,10 @@
-"""How much memory does a step take whose batch is cut into micro-batches?
+"""How much memory does an update take, by each way to a large batch?
 
 Peak of the resident memory above its idle level, while `fit` trains a CNN of
-six convolutions (32 to 128 filters) on images of 128x128x3 from an array. Each
-figure comes from a process of its own: its idle level is taken after imports,
-with model and data made; all that follows counts, tracing included.
+six convolutions (32 to 128 filters) on images of 128x128x3: in one step from an
+array, across steps on one micro-batch over and over. Each figure comes from a
+process of its own: its idle level is taken after imports, with model and data
+made; all that follows counts, tracing included.
 
     python -m benchmarks.peak_memory
 
@@ -20,6 +21,7 @@ import sys
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from accum_model import AccumModel
 from benchmarks import _timing
@@ -29,12 +31,16 @@ SIDE = 128
 BYTES_PER_MB = 10**6
 
 UNCUT = "uncut"
+BUILT_IN = "built_in"
+ACROSS = "across"
 CUT = "micro_batch"
 CUT_BATCH_LOSS = "batch"
 COLUMNS = {
-    UNCUT: "plain Keras, uncut",
-    CUT: "accum_model, cut",
-    CUT_BATCH_LOSS: "accum_model, cut, batch loss",
+    UNCUT: "plain Keras, large batch",
+    BUILT_IN: "Keras's built-in accumulation",
+    ACROSS: "across steps",
+    CUT: "in one step",
+    CUT_BATCH_LOSS: "in one step, batch loss",
 }
 
 
@@ -52,26 +58,66 @@ def cnn() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(10)(hidden))
 
 
-def peak(column: str, batch_size: int, options: argparse.Namespace) -> int:
-    """Trains in this process; returns bytes of its peak above idle."""
-    model = cnn()
-    if column != UNCUT:
+def _compiled(column, batch_size, options):
+    """The model of a column, and the rows that one call of it is given."""
+    model, rows, adam = cnn(), batch_size, {}
+    num_parts = batch_size // options.micro_batch_size
+    if column == BUILT_IN:
+        rows = options.micro_batch_size
+        adam = {"gradient_accumulation_steps": num_parts}
+    elif column == ACROSS:
+        rows = options.micro_batch_size
+        model = AccumModel.wrap(model, accum_steps=num_parts)
+    elif column != UNCUT:
         model = AccumModel.wrap(
             model,
             micro_batch_size=options.micro_batch_size,
             loss_scope=column,
         )
     model.compile(
-        "adam",
+        keras.optimizers.Adam(**adam),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         jit_compile=options.jit_compile,
     )
+    return model, rows
+
+
+def peak(column: str, batch_size: int, options: argparse.Namespace) -> int:
+    """Trains in this process; returns bytes of its peak above idle."""
+    model, rows = _compiled(column, batch_size, options)
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((batch_size, SIDE, SIDE, 3), dtype="float32")
-    y = rng.integers(0, 10, (batch_size,)).astype("int32")
+    x = rng.standard_normal((rows, SIDE, SIDE, 3), dtype="float32")
+    y = rng.integers(0, 10, (rows,)).astype("int32")
+    data, num_steps = (x, y, rows), None
+    if rows != batch_size:
+        # The same rows each time: what grows with the batch is then not data.
+        num_steps = batch_size // rows
+        data = (tf.data.Dataset.from_tensors((x, y)).repeat(),)
     idle = _resident()
-    model.fit(x, y, batch_size, epochs=options.steps, shuffle=False, verbose=0)
+    model.fit(
+        *data,
+        steps_per_epoch=num_steps,
+        epochs=options.steps,
+        shuffle=False,
+        verbose=0,
+    )
     return _peak_resident() - idle
+
+
+def buffer_bytes(column: str, options: argparse.Namespace) -> tuple[int, int]:
+    """Bytes that stay between steps beyond plain Keras, and parameters."""
+    sizes = []
+    for each in (UNCUT, column):
+        model, _ = _compiled(each, 2 * options.micro_batch_size, options)
+        model.optimizer.build(model.trainable_variables)
+        sizes.append(
+            sum(
+                v.value.dtype.size * int(np.prod(v.shape))
+                for v in model.optimizer.variables
+                if v.shape != ()  # Counters.
+            )
+        )
+    return sizes[1] - sizes[0], model.count_params()
 
 
 def _resident():
@@ -101,7 +147,7 @@ def peak_of_child(column: str, batch_size: int, arguments: list[str]) -> float:
     return int(done.stdout.split()[-1]) / BYTES_PER_MB
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
@@ -112,8 +158,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--columns", nargs="+", default=list(COLUMNS))
     parser.add_argument("--jit-compile", action="store_true")
+    parser.add_argument("--json", help="file to write all figures to")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.point:
         column, batch_size = options.point
         print(peak(column, int(batch_size), options))
@@ -127,15 +174,32 @@ def main() -> None:
     print(f"{'batch':30}" + "".join(f"{size:9}" for size in sizes))
     data = [size * SIDE * SIDE * 3 * 4 / BYTES_PER_MB for size in sizes]
     print(f"{'data':30}" + "".join(f"{each:9.0f}" for each in data))
+    results = {}
     for column in options.columns:
         print(f"{COLUMNS[column]:30}", end="", flush=True)
+        results[column] = {}
         for size in sizes:
             if column == UNCUT and size > options.max_uncut:
                 print(f"{'-':>9}", end="")
                 continue
-            megabytes = peak_of_child(column, size, sys.argv[1:])
+            megabytes = peak_of_child(column, size, _for_child(options))
+            results[column][size] = megabytes
             print(f"{megabytes:9.0f}", end="", flush=True)
         print()
+    print("\nbytes per parameter kept between steps")
+    for column in options.columns:
+        kept, num_parameters = buffer_bytes(column, options)
+        results[column]["bytes_per_parameter"] = kept / num_parameters
+        print(f"{COLUMNS[column]:30}{kept / num_parameters:9.2f}")
+    _timing.write_json(options.json, options, results)
+
+
+def _for_child(options):
+    arguments = [
+        f"--micro-batch-size={options.micro_batch_size}",
+        f"--steps={options.steps}",
+    ]
+    return [*arguments, *(["--jit-compile"] if options.jit_compile else [])]
 
 
 if __name__ == "__main__":

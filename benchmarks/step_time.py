@@ -1,33 +1,29 @@
-"""What does a batch cost that is cut into micro-batches inside the step?
+"""What does an update cost, by each of the ways to come to a large batch?
 
-One update with Adam on 64 rows, 8 rows at a time, by each of the ways there
-are, and by what all of them are measured against: the bare forward and backward
-passes, compiled, whose gradients are summed, and one update, compiled. Steps
-run as in `fit`: Keras's own train function on an iterator of a data set.
+One update with Adam on 64 rows, 8 rows at a time, against the bare forward and
+backward passes, compiled, whose gradients are summed, and one update, compiled
+(the limit).
 
     python -m benchmarks.step_time
+
+    wide MLP                         us/row   /limit  /built-in   /plain
+      limit                          1213.2     1.00       0.79     3.25
+      ...
 """
 
 import argparse
-import dataclasses
 import gc
 import statistics
 import time
 from collections.abc import Callable
 
-import keras
 import numpy as np
-import tensorflow as tf
 
-from accum_model import AccumModel
 from benchmarks import _cases
+from benchmarks import _columns
 from benchmarks import _timing
-
-LIMIT = "limit"
-BUILT_IN = "Keras's built-in accumulation"
-UNCUT = "plain Keras, uncut"
-CUT = "accum_model, cut"
-CUT_BATCH_LOSS = "accum_model, cut, batch loss"
+from benchmarks._columns import Settings
+from benchmarks._columns import Trainer
 
 # Distance that float32 may put between the weights of two columns in their
 # first updates, as a part of the way they have come. Adam enlarges the rounding
@@ -35,154 +31,7 @@ CUT_BATCH_LOSS = "accum_model, cut, batch loss"
 CHECKED_UPDATES = 2
 MAX_DISTANCE = 1e-4
 
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all columns have in common.
-
-    Attributes:
-        batch_size: Rows per update.
-        micro_batch_size: Rows per forward and backward pass.
-        jit_compile: True to compile steps with XLA.
-    """
-
-    batch_size: int
-    micro_batch_size: int
-    jit_compile: bool
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Forward and backward passes per update."""
-        return self.batch_size // self.micro_batch_size
-
-
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """A model and a way to train it.
-
-    Attributes:
-        model: The model.
-        update: Trains it on one batch, with one update.
-    """
-
-    model: keras.Model
-    update: Callable[[], object]
-
-
-def limit(case: _cases.Case, settings: Settings) -> Trainer:
-    """Nothing but the passes, the sum of their gradients and the update.
-
-    Micro-batches lie ready, and sparse gradients stay sparse until the update.
-    """
-    model, optimizer, loss = case.model(), keras.optimizers.Adam(), _loss()
-    variables = model.trainable_variables
-    optimizer.build(variables)
-    count = settings.num_micro_batches
-    x, y = (np.split(each, count) for each in case.data(settings.batch_size))
-    parts = list(zip(map(tf.constant, x), map(tf.constant, y), strict=True))
-
-    @tf.function(jit_compile=settings.jit_compile)
-    def forward_backward(x, y, sums):
-        with tf.GradientTape() as tape:
-            value = loss(y, model(x, training=True))
-        gradients = tape.gradient(value, variables)
-        return gradients if sums is None else list(map(_sum, sums, gradients))
-
-    @tf.function(jit_compile=settings.jit_compile)
-    def apply(sums):
-        optimizer.apply([_divided(total, count) for total in sums], variables)
-
-    def update():
-        sums = None
-        for part in parts:
-            sums = forward_backward(*part, sums)
-        apply(sums)
-
-    return Trainer(model, update)
-
-
-def uncut(case: _cases.Case, settings: Settings) -> Trainer:
-    """Plain Keras on the whole batch."""
-    return _in_fit(case.model(), case, settings, settings.batch_size)
-
-
-def built_in(case: _cases.Case, settings: Settings) -> Trainer:
-    """Keras's `gradient_accumulation_steps`, one batch per micro-batch."""
-    return _in_fit(
-        case.model(),
-        case,
-        settings,
-        settings.micro_batch_size,
-        gradient_accumulation_steps=settings.num_micro_batches,
-    )
-
-
-def cut(case: _cases.Case, settings: Settings) -> Trainer:
-    """The batch cut inside the step."""
-    model = AccumModel.wrap(
-        case.model(), micro_batch_size=settings.micro_batch_size
-    )
-    return _in_fit(model, case, settings, settings.batch_size)
-
-
-def cut_batch_loss(case: _cases.Case, settings: Settings) -> Trainer:
-    """The batch cut inside the step, with one loss over all of it."""
-    model = AccumModel.wrap(
-        case.model(),
-        micro_batch_size=settings.micro_batch_size,
-        loss_scope="batch",
-    )
-    return _in_fit(model, case, settings, settings.batch_size)
-
-
-COLUMNS: dict[str, Callable[[_cases.Case, Settings], Trainer]] = {
-    LIMIT: limit,
-    UNCUT: uncut,
-    BUILT_IN: built_in,
-    CUT: cut,
-    CUT_BATCH_LOSS: cut_batch_loss,
-}
-
-
-def _in_fit(model, case, settings, rows_per_call, **adam):
-    model.compile(
-        keras.optimizers.Adam(**adam),
-        _loss(),
-        jit_compile=settings.jit_compile,
-    )
-    model.make_train_function()
-    data = tf.data.Dataset.from_tensor_slices(case.data(settings.batch_size))
-    data = data.batch(rows_per_call, drop_remainder=True).cache().repeat()
-    iterator = iter(data)
-    num_calls = settings.batch_size // rows_per_call
-
-    def update():
-        for _ in range(num_calls):
-            model.train_function(iterator)
-
-    return Trainer(model, update)
-
-
-def _loss():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def _sum(one, other):
-    if isinstance(one, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([one.values, other.values], 0),
-            tf.concat([one.indices, other.indices], 0),
-            one.dense_shape,
-        )
-    return one + other
-
-
-def _divided(gradient, count):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            gradient.values / count, gradient.indices, gradient.dense_shape
-        )
-    return gradient / count
+FIRST_CALLS = (_columns.UNCUT, _columns.CUT, _columns.CUT_BATCH_LOSS)
 
 
 def check_same_weights(case: _cases.Case, trainers: dict[str, Trainer]) -> None:
@@ -193,13 +42,15 @@ def check_same_weights(case: _cases.Case, trainers: dict[str, Trainer]) -> None:
     """
     first = _flat(case.model())
     last = {name: _flat(trainer.model) for name, trainer in trainers.items()}
-    length = np.linalg.norm(last[UNCUT] - first)
+    reference = last[_columns.UNCUT]
+    length = np.linalg.norm(reference - first)
     for name, weights in last.items():
-        distance = np.linalg.norm(weights - last[UNCUT]) / length
-        if not distance < MAX_DISTANCE:
+        distance = np.linalg.norm(weights - reference) / length
+        if name != _columns.SMALL and not distance < MAX_DISTANCE:
             raise RuntimeError(
-                f"{name!r} has trained to other weights than {UNCUT!r}, off by "
-                f"{distance:.1e} of the way from the initial ones."
+                f"{name!r} has trained to other weights than "
+                f"{_columns.UNCUT!r}, off by {distance:.1e} of the way from "
+                "the initial ones."
             )
 
 
@@ -209,7 +60,29 @@ def _flat(model):
     )
 
 
-def first_call(column, case: _cases.Case, settings: Settings) -> float:
+def update_seconds(
+    case: _cases.Case, settings: Settings, columns: list[str], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each column's updates, checked to be the same updates."""
+    # What the others are held against is always there.
+    wanted = [
+        name
+        for name in _columns.COLUMNS
+        if name in (*columns, _columns.LIMIT, _columns.UNCUT, _columns.BUILT_IN)
+    ]
+    trainers = {name: _columns.COLUMNS[name](case, settings) for name in wanted}
+    for trainer in trainers.values():
+        for _ in range(CHECKED_UPDATES):
+            trainer.update()
+    check_same_weights(case, trainers)
+    return _timing.interleaved(
+        {name: trainer.update for name, trainer in trainers.items()}, rounds
+    )
+
+
+def first_call(
+    column: Callable[..., Trainer], case: _cases.Case, settings: Settings
+) -> float:
     """Seconds of the first update of a new model: tracing, and one step."""
     trainer = column(case, settings)
     begin = time.perf_counter()
@@ -220,57 +93,46 @@ def first_call(column, case: _cases.Case, settings: Settings) -> float:
     return seconds
 
 
-def _print_updates(name, case, settings, rounds):
-    trainers = {
-        column: make(case, settings) for column, make in COLUMNS.items()
-    }
-    for trainer in trainers.values():
-        for _ in range(CHECKED_UPDATES):
-            trainer.update()
-    check_same_weights(case, trainers)
-    seconds = _timing.interleaved(
-        {column: trainer.update for column, trainer in trainers.items()},
-        rounds,
+def _print_updates(name, seconds, batch_size):
+    medians = _timing.medians(seconds)
+    print(
+        f"\n{name:32}{'us/row':>9}{'/limit':>9}{'/built-in':>11}{'/plain':>9}"
     )
-    medians = {
-        column: statistics.median(values) for column, values in seconds.items()
-    }
-    print(f"\n{name:32}{'us/row':>9}{'/limit':>9}{'/built-in':>11}")
     for column, median in medians.items():
         print(
-            f"  {column:30}{1e6 * median / settings.batch_size:9.1f}"
-            f"{median / medians[LIMIT]:9.2f}{median / medians[BUILT_IN]:11.2f}",
+            f"  {column:30}{1e6 * median / batch_size:9.1f}"
+            f"{median / medians[_columns.LIMIT]:9.2f}"
+            f"{median / medians[_columns.BUILT_IN]:11.2f}"
+            f"{median / medians[_columns.UNCUT]:9.2f}",
             flush=True,
         )
 
 
 def _print_first_calls(name, case, settings, rounds):
-    columns = [UNCUT, CUT, CUT_BATCH_LOSS]
-    seconds = {column: [] for column in columns}
+    seconds = {column: [] for column in FIRST_CALLS}
     for _ in range(rounds):
         for column, values in seconds.items():
-            values.append(first_call(COLUMNS[column], case, settings))
-    medians = {
-        column: statistics.median(values) for column, values in seconds.items()
-    }
+            values.append(first_call(_columns.COLUMNS[column], case, settings))
+    base = statistics.median(seconds[_columns.UNCUT])
     print(f"\n{name + ', first call':32}{'ms':>9}{'/plain':>9}")
-    for column, median in medians.items():
-        print(
-            f"  {column:30}{1e3 * median:9.0f}{median / medians[UNCUT]:9.2f}",
-            flush=True,
-        )
+    for column, values in seconds.items():
+        median = statistics.median(values)
+        print(f"  {column:30}{1e3 * median:9.0f}{median / base:9.2f}")
+    return seconds
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(_cases.CASES))
+    parser.add_argument("--columns", nargs="+", default=list(_columns.COLUMNS))
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--jit-compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--first-calls", type=int, default=3)
-    options = parser.parse_args()
+    parser.add_argument("--json", help="file to write all times to")
+    options = parser.parse_args(arguments)
     if options.batch_size % options.micro_batch_size:
         parser.error("--batch-size must be a multiple of --micro-batch-size")
     settings = Settings(
@@ -282,11 +144,20 @@ def main() -> None:
         f"{settings.micro_batch_size}, jit_compile={settings.jit_compile}, "
         f"medians of {options.rounds} rounds in turns"
     )
+    results = {}
     for name in options.models:
         case = _cases.CASES[name]
-        _print_updates(name, case, settings, options.rounds)
+        seconds = update_seconds(
+            case, settings, options.columns, options.rounds
+        )
+        _print_updates(name, seconds, settings.batch_size)
+        results[name] = {"update": seconds}
         if options.first_calls:
-            _print_first_calls(name, case, settings, options.first_calls)
+            results[name]["first_call"] = _print_first_calls(
+                name, case, settings, options.first_calls
+            )
+        gc.collect()
+    _timing.write_json(options.json, options, results)
 
 
 if __name__ == "__main__":

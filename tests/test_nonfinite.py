@@ -1,5 +1,6 @@
 """Gradients that are not finite, in float32 and under loss scaling."""
 
+import cutting
 import helpers
 import keras
 import numpy as np
@@ -144,6 +145,46 @@ def test_fit_skips_and_logs(way):
         for part in (keep[:8], keep[8:]):
             large.train_on_batch(x[part], y[part])
     helpers.assert_close(model, large)
+
+
+def ids_and_numbers():
+    """An embedding, whose gradient is sparse, and a layer whose is not."""
+    ids = keras.Input((3,), dtype="int32", name="ids")
+    numbers = keras.Input((5,), name="numbers")
+    looked_up = keras.layers.Flatten()(keras.layers.Embedding(7, 2)(ids))
+    hidden = keras.layers.Concatenate()([looked_up, numbers])
+    return helpers.with_known_weights(
+        keras.Model(
+            {"ids": ids, "numbers": numbers}, keras.layers.Dense(2)(hidden)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"run_eagerly": True},
+        {},
+        pytest.param({"jit_compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=["eager", "graph", "xla"],
+)
+def test_skip_micro_batch_inside_a_step_leaves_its_rows_out(mode):
+    """https://github.com/espnet/espnet/pull/3283, in batches of 4, 4 and 2"""
+    x, y = bad_rows(10, at=5)
+    ids = np.random.default_rng(0).integers(0, 7, (10, 3))
+    keep = np.r_[0:4, 8:10]
+    plain, ours = ids_and_numbers(), ids_and_numbers()
+    ours = AccumModel.wrap(
+        ours, micro_batch_size=4, nonfinite="skip_micro_batch"
+    )
+    for model, rows in ((plain, keep), (ours, np.arange(10))):
+        model.compile(cutting.sgd(), "mse", **mode)
+        data = ({"ids": ids[rows], "numbers": x[rows]}, y[rows])
+        cutting.fit(model, data, epochs=2)
+    helpers.assert_close(ours, plain)
+    assert ours.optimizer.num_skipped_micro_batches == 2
+    assert int(ours.optimizer.iterations) == 2
 
 
 @pytest.mark.parametrize("nesting", ["outside", "inside"])

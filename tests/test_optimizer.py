@@ -1,5 +1,6 @@
 """AccumOptimizer by itself: the ledger, missing gradients, lists, config."""
 
+import inspect
 import warnings
 
 import helpers
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from accum_model import AccumOptimizer
+from accum_model import Lookahead
 
 
 def make_variables(*shapes, dtype=None):
@@ -167,6 +169,29 @@ def test_update_is_one_conditional_for_many_variables():
     for function in graph.as_graph_def().library.function:
         types += [node.op for node in function.node_def]
     assert sum(kind in ("If", "StatelessIf") for kind in types) == 1
+
+
+def test_autograph_converts_nothing_of_an_optimizer():
+    """https://github.com/tensorflow/addons/issues/2735"""
+    files = set()
+
+    def transform(gradients, variables):
+        files.update(frame.filename for frame in inspect.stack(0))
+        return gradients
+
+    variables = make_variables((2,))
+    optimizer = AccumOptimizer(
+        Lookahead("sgd"), 2, gradient_transform=transform
+    )
+    optimizer.build(variables)
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply_gradients(zip([gradient], variables, strict=True))
+
+    step.get_concrete_function(tf.TensorSpec((2,), "float64"))
+    generated = [name for name in files if "autograph_generated" in name]
+    assert len(generated) <= 1, generated  # That of `step`.
 
 
 @pytest.mark.parametrize("how", ["eager", "graph", "xla"])

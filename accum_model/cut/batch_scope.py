@@ -130,7 +130,9 @@ def _second_pass(task, first_states, d_outputs, d_added, direct):
     """
     model = task.model
     variables = model.trainable_variables
-    collector = gradient_sum.Collector(variables, task.optimizer.accum_dtype)
+    collector = gradient_sum.Collector(
+        variables, task.optimizer.accum_dtype, use_xla=task.chunks.use_xla
+    )
     x, _, _ = keras.utils.unpack_x_y_sample_weight(task.chunks.data)
 
     def body(index, data, num_rows, collected):

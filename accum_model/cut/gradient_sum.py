@@ -28,6 +28,7 @@ class Collector:
             variables).
         skips_nonfinite: True to leave out micro-batches with a gradient that is
             not finite; the others then stand for them.
+        use_xla: True when XLA compiles the step. Defaults to False.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class Collector:
         variables: Sequence[keras.Variable],
         accum_dtype: str | None,
         skips_nonfinite: bool = False,
+        use_xla: bool = False,
     ) -> None:
         self._variables = list(variables)
         self._dtypes = [
             accumulator.sum_dtype(v, accum_dtype) for v in self._variables
         ]
         self._skips = skips_nonfinite
+        self._use_xla = use_xla
         self._has_gradient = [False] * len(self._variables)
 
     def zeros(self) -> Collected:
@@ -76,30 +79,27 @@ class Collector:
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._has_gradient[index] = True
-        after = {
-            "sums": [
-                _added(variable, total, gradient)
-                for variable, total, gradient in zip(
-                    self._variables, collected["sums"], gradients, strict=True
-                )
-            ],
-            "weight": collected["weight"] + tf.cast(weight, "float64"),
-            "weight_left_out": collected["weight_left_out"],
-            "num_rows": collected["num_rows"] + tf.cast(num_rows, "int64"),
-            "num_left_out": collected["num_left_out"],
-        }
-        if not self._skips:
-            return after
-        left_out = {
-            **collected,
-            "weight_left_out": collected["weight_left_out"]
-            + tf.cast(weight, "float64"),
-            "num_left_out": collected["num_left_out"] + 1,
-        }
-        is_finite = nonfinite.are_finite(gradients)
-        return keras.tree.map_structure(
-            lambda one, other: tf.where(is_finite, one, other), after, left_out
-        )
+        weight = tf.cast(weight, "float64")
+        num_rows = tf.cast(num_rows, "int64")
+        after = dict(collected)
+        if self._skips:
+            # Of the gradients, because a choice of sums would copy them.
+            is_finite = nonfinite.are_finite(gradients)
+            gradients = [nonfinite.where(is_finite, g) for g in gradients]
+            is_left_out = tf.logical_not(is_finite)
+            after["weight_left_out"] += nonfinite.where(is_left_out, weight)
+            after["num_left_out"] += tf.cast(is_left_out, "int64")
+            weight = nonfinite.where(is_finite, weight)
+            num_rows = nonfinite.where(is_finite, num_rows)
+        after["weight"] += weight
+        after["num_rows"] += num_rows
+        after["sums"] = [
+            self._added(variable, total, gradient)
+            for variable, total, gradient in zip(
+                self._variables, collected["sums"], gradients, strict=True
+            )
+        ]
+        return after
 
     def finish(self, collected: Collected, batch: MicroBatch) -> list[Gradient]:
         """Returns the gradients of the batch, and tells `batch` about them.
@@ -139,16 +139,19 @@ class Collector:
             )
         ]
 
-
-def _added(variable, total, gradient):
-    if gradient is None:
-        return total
-    if accumulator.is_overwritten(variable):
-        return tf.maximum(total, tf.cast(gradient, total.dtype))
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.tensor_scatter_nd_add(
-            total,
-            tf.expand_dims(gradient.indices, -1),
-            tf.cast(gradient.values, total.dtype),
-        )
-    return total + tf.cast(gradient, total.dtype)
+    def _added(self, variable, total, gradient):
+        if gradient is None:
+            return total
+        if accumulator.is_overwritten(variable):
+            return tf.maximum(total, tf.cast(gradient, total.dtype))
+        if isinstance(gradient, tf.IndexedSlices):
+            indices = tf.expand_dims(gradient.indices, -1)
+            values = tf.cast(gradient.values, total.dtype)
+            if self._use_xla:
+                return tf.tensor_scatter_nd_add(total, indices, values)
+            # XLA does not know this one; outside, only this one adds in place
+            # where it can: the other copies the whole sum each time.
+            return tf.raw_ops.ScatterNdNonAliasingAdd(
+                input=total, indices=indices, updates=values
+            )
+        return total + tf.cast(gradient, total.dtype)

@@ -36,6 +36,7 @@ def evaluate(task: Task) -> Evaluation:
         variables,
         optimizer.accum_dtype,
         skips_nonfinite=optimizer.nonfinite == "skip_micro_batch",
+        use_xla=task.chunks.use_xla,
     )
 
     def body(index, data, num_rows, carry):

@@ -120,6 +120,8 @@ class Lookahead(wrapper.Wrapper):
             super().build(variables)
             self._slow_weights = [self._add_copy(each) for each in variables]
 
+    # Nothing here is for AutoGraph, which takes seconds to find that out.
+    @tf.autograph.experimental.do_not_convert
     def apply(
         self,
         grads: Sequence[Gradient],
@@ -228,14 +230,22 @@ class Lookahead(wrapper.Wrapper):
         return [(fast, slow) for fast, slow in pairs if slow is not None]
 
     def _move(self):
+        # A model may have hundreds of variables: constants are shared, and
+        # TensorFlow's variables are spared what Keras's `assign` looks at.
+        shares = {
+            dtype: tf.constant(self.slow_step_size, dtype)
+            for dtype in {slow.dtype for _, slow in self._pairs()}
+        }
         for fast, slow in self._pairs():
-            moved = moved_slow_weights(
-                tf.convert_to_tensor(slow),
-                tf.convert_to_tensor(fast),
-                self.slow_step_size,
-            )
-            self.assign(slow, moved)
-            self.assign(fast, moved)
+            share = shares[slow.dtype]
+            fast, slow = _native(fast), _native(slow)
+            moved = tf.convert_to_tensor(fast)
+            if self.slow_step_size != 1:
+                moved = moved_slow_weights(
+                    tf.convert_to_tensor(slow), moved, share
+                )
+            slow.assign(moved, read_value=False)
+            fast.assign(moved, read_value=False)
 
     def load_own_variables(self, store: Mapping[str, Any]) -> None:
         """Takes over what `save_own_variables` wrote."""
@@ -254,17 +264,19 @@ class Lookahead(wrapper.Wrapper):
 
 def _has_value(variable):
     """False for a variable whose first value is still to be computed."""
-    if isinstance(variable, keras.Variable):
-        variable = variable.value
+    variable = _native(variable)
     if isinstance(variable, tf.Variable):
         return bool(variable.is_initialized())
     return True
 
 
+def _native(variable):
+    """TensorFlow's variable behind one of Keras's."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def moved_slow_weights(
-    slow: tf.Tensor, fast: tf.Tensor, slow_step_size: float
+    slow: tf.Tensor, fast: tf.Tensor, slow_step_size: tf.Tensor
 ) -> tf.Tensor:
     """The pure rule, for one variable."""
-    if slow_step_size == 1:
-        return fast
-    return slow + tf.constant(slow_step_size, slow.dtype) * (fast - slow)
+    return slow + slow_step_size * (fast - slow)

@@ -384,7 +384,10 @@ def test_lookahead_has_one_conditional_per_step(make, num_variables):
 
 @pytest.mark.slow
 def test_lookahead_traces_in_less_than_twice_the_time():
-    """Of a training step of a model with 300 variables, around Adam."""
+    """https://github.com/tensorflow/addons/issues/2735
+
+    Of a training step of a model with 300 variables, around Adam.
+    """
 
     def trace_time(wrap):
         inputs = hidden = keras.Input((2,))
