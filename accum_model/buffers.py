@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from accum_model import accumulator
+from accum_model import call_checks
 from accum_model import file_checks
 
 
@@ -64,6 +65,7 @@ class Buffers:
         """The cycle of this list of variables."""
         keys = tuple(id(variable) for variable in variables)
         if keys not in self._cycles:
+            call_checks.known_variables(variables, self._variables)
             spare, self._spare = self._spare, None
             if spare is not None:
                 spare_keys = tuple(id(variable) for variable in spare.variables)

@@ -43,6 +43,7 @@ class EpochBoundary(keras.callbacks.Callback):
         self.remainder = checks.remainder(remainder)
         self.cutting = Cutting()
         self._epoch_is_open = False
+        self._fit_is_open = False
         self._has_seen_batch = False
         self._has_warned = False
         self._first_step: tuple[Callable[..., Any], ...] | None = None
@@ -55,6 +56,7 @@ class EpochBoundary(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Discards what does not belong to this `fit`."""
         self._epoch_is_open = False
+        self._fit_is_open = True
         self._has_seen_batch = False
         self._has_warned = False
         optimizer = self.accum_optimizer
@@ -94,11 +96,17 @@ class EpochBoundary(keras.callbacks.Callback):
 
     def close_fit(self) -> None:
         """Called when `fit` is over, however it ended."""
+        self._fit_is_open = False
         if self._first_step is not None:
             first_step, step = self._first_step
             self._first_step = None
             if self.model.train_function is first_step:  # There was no batch.
                 self.model.train_function = step
+
+    @property
+    def must_discard(self) -> bool:
+        """True when a failure now leaves a cycle that nobody goes on with."""
+        return self._fit_is_open and self.remainder != "carry"
 
     def on_first_batch(self) -> None:
         """Called once per `fit`, after the first call of the training step.
@@ -195,7 +203,7 @@ def put_first(callbacks: Any, model: keras.Model) -> Iterator[Any]:
     try:
         yield callbacks
     except BaseException:
-        if boundary.remainder != "carry":
+        if boundary.must_discard:
             model.reset_accumulation()
         raise
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from accum_model import _keras_compat
+from accum_model import call_checks
 from accum_model import checks
 from accum_model import compiling
 from accum_model import epoch_boundary
@@ -96,6 +97,7 @@ class AccumModel(keras.Model):
         loss_scope: str = "micro_batch",
         **kwargs: Any,
     ) -> None:
+        call_checks.model_positions(args)
         settings = Settings(
             accum_steps,
             remainder,
@@ -110,6 +112,7 @@ class AccumModel(keras.Model):
         if _is_functional(args, kwargs) and not isinstance(self, functional):
             # Before Keras would rewrite the bases of AccumModel, and with them
             # those of every other subclass.
+            call_checks.functional_keywords(kwargs)
             self.__class__ = variant.of(AccumModel, type(self), functional)
         super().__init__(*args, **kwargs)
         self._accum_settings = settings
@@ -155,6 +158,7 @@ class AccumModel(keras.Model):
             >>> print(model.accum_steps, model.loss)
             4 mse
         """
+        model = checks.keras_model("model", model)
         settings = Settings(
             accum_steps,
             remainder,
@@ -164,7 +168,6 @@ class AccumModel(keras.Model):
             micro_batch_size,
             loss_scope,
         )
-        model = checks.keras_model("model", model)
         checks.not_wrapped(model, AccumModel)
         cut_checks.no_own_train_step(model, micro_batch_size)
         if model.compiled:
@@ -280,6 +283,7 @@ class AccumModel(keras.Model):
             ValueError: If model and optimizer were given different values of
                 `accum_steps`.
         """
+        call_checks.no_settings("compile", kwargs)
         if optimizer is not None:
             optimizer = checks.optimizer("optimizer", optimizer)
             self._accum_settings.check_optimizer(optimizer)
@@ -343,6 +347,7 @@ class AccumModel(keras.Model):
 
         Where `fit` raises, a partial cycle is discarded unless it is carried.
         """
+        call_checks.no_settings("fit", kwargs)
         with epoch_boundary.put_first(callbacks, self) as callbacks:
             return super().fit(
                 x, y, batch_size, epochs, verbose, callbacks, *args, **kwargs

@@ -76,6 +76,7 @@ def test_imports_go_only_downward():
         "_keras_compat",
         "optimizer_chain",
         "checks",
+        "call_checks",
         "file_checks",
         "schedule",
         "batch_size",
