@@ -14,6 +14,7 @@ import keras
 
 from accum_model import batch_statistics
 from accum_model import checks
+from accum_model import freezing
 from accum_model import nesting
 from accum_model.cut.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
@@ -59,6 +60,7 @@ class EpochBoundary(keras.callbacks.Callback):
         self._fit_is_open = True
         self._has_seen_batch = False
         self._has_warned = False
+        freezing.warn_of_change(self.model)
         optimizer = self.accum_optimizer
         if optimizer is not None and optimizer.partial_cycle_is_stale:
             optimizer.reset()

@@ -74,6 +74,7 @@ def test_imports_go_only_downward():
         "_version",
         "_backend",
         "_keras_compat",
+        "freezing",
         "optimizer_chain",
         "checks",
         "call_checks",
