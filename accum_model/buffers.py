@@ -127,12 +127,15 @@ class Buffers:
             ValueError: If the state does not fit; nothing is changed then.
         """
         values = {name: np.asarray(store[name]) for name in store.keys()}
+        if "num_micro_batches" in values:
+            file_checks.saved_batches(values)
         plan = [(self.accum_steps, file_checks.saved_accum_steps(values))]
         number = 0
         while f"cycle_{number}_variables" in values:
             prefix = f"cycle_{number}_"
             indices = values[prefix + "variables"].tolist()
             file_checks.saved_indices(indices, len(self._variables))
+            file_checks.saved_cycle(values, prefix)
             cycle = self.cycle_of([self._variables[j] for j in indices])
             if prefix + "missing_weight" in values:
                 _ = cycle.missing_weight

@@ -111,6 +111,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     def set_model(self, model: keras.Model) -> None:
         """Checks the model and takes the first place in the list."""
+        checks.not_in_use(_keras_compat.is_called_twice(self), self)
         checks.keras_model("model", model)
         checks.compiled(model)
         checks.scales_once("optimizer", model.optimizer)

@@ -390,6 +390,17 @@ def only_one(callbacks: list, cls: type) -> None:
         )
 
 
+def not_in_use(is_in_use: bool, callback: keras.callbacks.Callback) -> None:
+    """Refuses a callback that an outer `fit` is using."""
+    if is_in_use:
+        name = type(callback).__name__
+        raise RuntimeError(
+            f"`{name}` must serve one fit at a time. Received: the same object "
+            "inside a fit that has not ended. Pass another one, such as "
+            f"{name}()."
+        )
+
+
 def compiled(model: keras.Model) -> None:
     """Raises unless `model` was compiled with an optimizer."""
     if not model.compiled or model.optimizer is None:

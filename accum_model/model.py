@@ -17,6 +17,7 @@ from accum_model import call_checks
 from accum_model import checks
 from accum_model import compiling
 from accum_model import epoch_boundary
+from accum_model import loading
 from accum_model import nesting
 from accum_model import optimizer_chain
 from accum_model import train_step
@@ -362,6 +363,15 @@ class AccumModel(keras.Model):
         return logs
 
     # Saving.
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Keras; a file that does not fit changes nothing."""
+        optimizer = nesting.find_in(self)
+        had_buffers = optimizer is not None and optimizer.is_accumulating
+        with loading.all_or_nothing(self):
+            super().load_weights(filepath, *args, **kwargs)
+        if optimizer is not None and optimizer.is_accumulating != had_buffers:
+            self.renew_train_function()
 
     def get_compile_config(self) -> dict[str, Any]:
         """As in Keras, with the accumulating optimizer."""

@@ -267,7 +267,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
         """Makes an optimizer from what `get_config` returned."""
         config = dict(config)
         config["inner_optimizer"] = keras.saving.deserialize_keras_object(
-            config["inner_optimizer"], custom_objects=custom_objects
+            config.get("inner_optimizer"), custom_objects=custom_objects
         )
         config["gradient_transform"] = keras.saving.deserialize_keras_object(
             config.get("gradient_transform"), custom_objects=custom_objects

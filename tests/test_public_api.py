@@ -97,6 +97,7 @@ def test_imports_go_only_downward():
         "optimizer_state",
         "optimizer",
         "nesting",
+        "loading",
         "variant",
         "cut.cut_checks",
         "cut.chunks",
