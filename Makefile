@@ -13,7 +13,12 @@ RUFF_RULES = --line-length 80 --select E,F,W,I,B,UP,D1 \
 	--config 'lint.per-file-ignores={"tests/*"=["D1","E731"],"setup.py"=["D1"],"*/__init__.py"=["E402"]}'
 PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 4
 
-.PHONY: demo test test-slow test-all lint format clean
+# The oldest releases that are supported, on the oldest Python that is there.
+OLDEST_VENV ?= .venv-oldest
+OLDEST = "tensorflow==2.18.*" "keras==3.8.*"
+OLDEST_PYTHON ?= $(shell python3.10 -c "" 2>/dev/null && echo python3.10 || echo $(PYTHON))
+
+.PHONY: demo test test-slow test-all test-oldest lint format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m accum_model
@@ -26,6 +31,16 @@ test-slow: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(PYTEST)
+
+test-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/python -m pytest -n $(PROCESSES) --maxprocesses 4 -m core
+
+$(OLDEST_VENV)/.installed: setup.cfg
+	@test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --editable . $(OLDEST) \
+		pytest pytest-xdist hypothesis
+	@touch $@
 
 lint: $(VENV)/.installed-test
 	$(RUFF) format --check --line-length 80 $(SOURCES)
@@ -42,4 +57,4 @@ $(VENV)/.installed-%: setup.cfg
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
