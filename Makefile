@@ -39,7 +39,7 @@ $(OLDEST_VENV)/.installed: setup.cfg
 	@test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --editable . $(OLDEST) \
-		pytest pytest-xdist hypothesis
+		pytest pytest-xdist hypothesis docutils
 	@touch $@
 
 lint: $(VENV)/.installed-test
