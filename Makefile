@@ -13,7 +13,12 @@ RUFF_RULES = --line-length 80 --select E,F,W,I,B,UP,D1 \
 	--config 'lint.per-file-ignores={"tests/*"=["D1","E731"],"setup.py"=["D1"],"*/__init__.py"=["E402"]}'
 PYTEST = $(BIN)/python -m pytest -n $(PROCESSES) --maxprocesses 4
 
-.PHONY: demo test test-slow test-all docs lint format clean
+# The oldest releases that are supported, on the oldest Python that is there.
+OLDEST_VENV ?= .venv-oldest
+OLDEST = "tensorflow==2.18.*" "keras==3.8.*"
+OLDEST_PYTHON ?= $(shell python3.10 -c "" 2>/dev/null && echo python3.10 || echo $(PYTHON))
+
+.PHONY: demo test test-slow test-all test-oldest docs lint format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python -m accum_model
@@ -31,6 +36,16 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
+test-oldest: $(OLDEST_VENV)/.installed
+	$(OLDEST_VENV)/bin/python -m pytest -n $(PROCESSES) --maxprocesses 4 -m core
+
+$(OLDEST_VENV)/.installed: setup.cfg
+	@test -x $(OLDEST_VENV)/bin/python || $(OLDEST_PYTHON) -m venv $(OLDEST_VENV)
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --editable . $(OLDEST) \
+		pytest pytest-xdist hypothesis docutils
+	@touch $@
+
 lint: $(VENV)/.installed-test
 	$(RUFF) format --check --line-length 80 $(SOURCES)
 	$(RUFF) check $(RUFF_RULES) $(SOURCES)
@@ -46,4 +61,5 @@ $(VENV)/.installed-%: setup.cfg
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist docs/_build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST_VENV) build dist docs/_build *.egg-info \
+		.pytest_cache .ruff_cache .hypothesis

@@ -175,17 +175,27 @@ def calling_callback_list(
     Keras tells a callback its model but not its list. The list is found among
     the callers; None when the callback is driven by hand.
     """
+    return next(_callback_lists(callback), None)
+
+
+def is_called_twice(callback: keras.callbacks.Callback) -> bool:
+    """True when a second list, inside a hook of a first one, has `callback`."""
+    found = {id(each) for each in _callback_lists(callback)}
+    return len(found) > 1
+
+
+def _callback_lists(callback):
+    """The lists with `callback` among the callers, innermost first."""
     frame = inspect.currentframe()
     try:
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, keras.callbacks.CallbackList):
                 if any(item is callback for item in owner.callbacks):
-                    return owner
+                    yield owner
             frame = frame.f_back
     finally:
         del frame
-    return None
 
 
 def has_all_variables(model: keras.Model) -> bool:

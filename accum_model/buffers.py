@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from accum_model import accumulator
+from accum_model import call_checks
 from accum_model import file_checks
 from accum_model.replicas import Replicas
 
@@ -70,6 +71,7 @@ class Buffers:
         """The cycle of this list of variables."""
         keys = tuple(id(variable) for variable in variables)
         if keys not in self._cycles:
+            call_checks.known_variables(variables, self._variables)
             self.replicas.together(lambda: self._start_cycle(keys, variables))
         return self._cycles[keys]
 
@@ -140,6 +142,8 @@ class Buffers:
             ValueError: If the state does not fit; nothing is changed then.
         """
         values = {name: np.asarray(store[name]) for name in store.keys()}
+        if "num_micro_batches" in values:
+            file_checks.saved_batches(values)
         plan = [(self.accum_steps, file_checks.saved_accum_steps(values))]
         local_plan = []
         number = 0
@@ -147,6 +151,7 @@ class Buffers:
             prefix = f"cycle_{number}_"
             indices = values[prefix + "variables"].tolist()
             file_checks.saved_indices(indices, len(self._variables))
+            file_checks.saved_cycle(values, prefix)
             cycle = self.cycle_of([self._variables[j] for j in indices])
             if prefix + "missing_weight" in values:
                 _ = cycle.missing_weight

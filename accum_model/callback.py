@@ -110,6 +110,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     def set_model(self, model: keras.Model) -> None:
         """Checks the model and takes the first place in the list."""
+        checks.not_in_use(_keras_compat.is_called_twice(self), self)
         checks.keras_model("model", model)
         checks.compiled(model)
         checks.scales_once("optimizer", model.optimizer)
@@ -249,6 +250,8 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         return False
 
     def _check_accum_steps(self, model):
+        if nesting.find_in(model) is None:
+            checks.accumulates_once("optimizer", model.optimizer)
         if self.accum_steps is None:
             return
         values = [self.accum_steps]
@@ -263,7 +266,6 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             other = optimizer.accum_steps if optimizer.accum_steps > 1 else None
             second = type(optimizer).__name__
         else:
-            checks.accumulates_once("optimizer", model.optimizer)
             return
         if other is not None and other not in values:
             checks.same_accum_steps(

@@ -4,6 +4,7 @@ Each check takes the argument's name and the value received, and returns the
 value in its normal form. None of them creates or changes any state.
 """
 
+import inspect
 import numbers
 from collections.abc import Mapping
 from typing import Any
@@ -40,9 +41,10 @@ def positive_int(name: str, value: Any, way_out: str) -> int:
 
 def accum_steps(value: Any) -> int:
     """Checks batches per update."""
-    return positive_int(
-        "accum_steps", value, "Pass 1 to update after every batch."
-    )
+    way_out = "Pass 1 to update after every batch."
+    if isinstance(value, Mapping):
+        way_out = "Only AccumCallback takes a schedule {epoch: accum_steps}."
+    return positive_int("accum_steps", value, way_out)
 
 
 def accum_steps_or_schedule(value: Any) -> int | dict[int, int] | None:
@@ -117,7 +119,25 @@ def gradient_transform(value: Any) -> Any:
             "Pass a function, or an instance such as "
             "AdaptiveGradientClipping(0.01)."
         )
+    if value is not None and not _takes_two(value):
+        raise TypeError(
+            "`gradient_transform` must take two arguments, (gradients, "
+            f"variables). {received('gradient_transform', value)} Give it both "
+            "parameters, also where it needs the gradients only."
+        )
     return value
+
+
+def _takes_two(function):
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # Of a built-in function, which does not tell.
+        return True
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def transformed(
@@ -138,7 +158,14 @@ def transformed(
         )
     result = []
     for new, old in zip(gradients, before, strict=True):
-        new = tf.cast(new, old.dtype)
+        try:
+            new = tf.cast(new, old.dtype)
+        except (TypeError, ValueError, tf.errors.OpError) as error:
+            raise ValueError(
+                "`gradient_transform` must return tensors. "
+                f"{received('item', new)} It comes from {name}. Return the "
+                "gradient itself where there is nothing to change."
+            ) from error
         if not new.shape.is_compatible_with(old.shape):
             raise ValueError(
                 "`gradient_transform` must keep the shape of each gradient. "
@@ -182,8 +209,9 @@ def options_in_one_place(first: str, second: str, options: dict) -> None:
     if given:
         listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ValueError(
-            f"Options of {first} must not be given when {second} is there. "
-            f"Received: {listed} ({first}). Pass them to {second}."
+            f"Options of {first} must not be given when {second} is there: "
+            f"{', '.join(f'`{name}`' for name in given)}. Received: {listed} "
+            f"({first}). Pass them to {second}."
         )
 
 
@@ -200,7 +228,8 @@ def positive_number(name: str, value: Any) -> float:
 
 def verbose(value: Any) -> int:
     """Checks `verbose` of the callback."""
-    if isinstance(value, bool) or value not in (0, 1):
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_int or value not in (0, 1):
         raise ValueError(
             f"`verbose` must be 0 or 1. {received('verbose', value)} "
             "Pass 0 for silence, 1 for one line per fit."
@@ -274,8 +303,8 @@ def not_nested(name: str, value: keras.optimizers.Optimizer, cls: type) -> None:
     found = optimizer_chain.find(value, cls)
     if found is not None:
         raise ValueError(
-            f"`{name}` must not be, or hold, an {cls.__name__}, because "
-            "cycles do not nest. Received: "
+            f"`{name}` must not be, or hold, an {type(found).__name__}, "
+            "because cycles do not nest. Received: "
             f"{name} with accum_steps={found.accum_steps!r} inside. Pass "
             "its inner_optimizer and the product of both accum_steps."
         )
@@ -293,6 +322,11 @@ def same_number(grads: list, variables: list) -> None:
 
 def weight(value: Any, dtype: str) -> tf.Tensor:
     """Returns a micro-batch's weight as a scalar tensor of `dtype`."""
+    if isinstance(value, (bool, str, bytes)):
+        raise ValueError(
+            f"`weight` must be a scalar >= 0. {received('weight', value)} "
+            "Pass the number of rows of the micro-batch."
+        )
     tensor = tf.cast(value, dtype)
     if tensor.shape.rank != 0:
         raise ValueError(
@@ -358,6 +392,17 @@ def only_one(callbacks: list, cls: type) -> None:
         raise ValueError(
             "The list of callbacks must hold one `AccumCallback` only. "
             f"Received: {len(found)} of them. Leave one out."
+        )
+
+
+def not_in_use(is_in_use: bool, callback: keras.callbacks.Callback) -> None:
+    """Refuses a callback that an outer `fit` is using."""
+    if is_in_use:
+        name = type(callback).__name__
+        raise RuntimeError(
+            f"`{name}` must serve one fit at a time. Received: the same object "
+            "inside a fit that has not ended. Pass another one, such as "
+            f"{name}()."
         )
 
 

@@ -16,6 +16,9 @@ def accumulate_outermost(model: keras.Model, settings: Settings) -> None:
         model.optimizer, settings.accum_steps, settings.options
     )
     optimizer = nested.outermost
+    if optimizer.cycle_position:
+        # Collected before, perhaps for weights that are frozen by now.
+        optimizer.partial_cycle_is_stale = True
     if settings.accum_steps > 1 and not nested.is_new:
         optimizer.accum_steps = settings.accum_steps
     # For a flush before the first step, of a model that comes from a file.

@@ -14,6 +14,7 @@ import keras
 
 from accum_model import batch_statistics
 from accum_model import checks
+from accum_model import freezing
 from accum_model import nesting
 from accum_model.cut.cutting import Cutting
 from accum_model.optimizer import AccumOptimizer
@@ -43,6 +44,7 @@ class EpochBoundary(keras.callbacks.Callback):
         self.remainder = checks.remainder(remainder)
         self.cutting = Cutting()
         self._epoch_is_open = False
+        self._fit_is_open = False
         self._has_seen_batch = False
         self._has_warned = False
         self._first_step: tuple[Callable[..., Any], ...] | None = None
@@ -55,8 +57,10 @@ class EpochBoundary(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Discards what does not belong to this `fit`."""
         self._epoch_is_open = False
+        self._fit_is_open = True
         self._has_seen_batch = False
         self._has_warned = False
+        freezing.warn_of_change(self.model)
         optimizer = self.accum_optimizer
         if optimizer is not None and optimizer.partial_cycle_is_stale:
             optimizer.reset()
@@ -94,11 +98,17 @@ class EpochBoundary(keras.callbacks.Callback):
 
     def close_fit(self) -> None:
         """Called when `fit` is over, however it ended."""
+        self._fit_is_open = False
         if self._first_step is not None:
             first_step, step = self._first_step
             self._first_step = None
             if self.model.train_function is first_step:  # There was no batch.
                 self.model.train_function = step
+
+    @property
+    def must_discard(self) -> bool:
+        """True when a failure now leaves a cycle that nobody goes on with."""
+        return self._fit_is_open and self.remainder != "carry"
 
     def on_first_batch(self) -> None:
         """Called once per `fit`, after the first call of the training step.
@@ -195,7 +205,7 @@ def put_first(callbacks: Any, model: keras.Model) -> Iterator[Any]:
     try:
         yield callbacks
     except BaseException:
-        if boundary.remainder != "carry":
+        if boundary.must_discard:
             model.reset_accumulation()
         raise
     finally:

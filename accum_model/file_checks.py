@@ -13,14 +13,49 @@ from accum_model import checks
 
 def saved_accum_steps(values: Mapping[str, np.ndarray]) -> int:
     """Checks the `accum_steps` that a file holds."""
-    value = values.get("accum_steps")
-    if value is None or value.shape != () or not value >= 1:
+    return _counter(values, "accum_steps", 1)
+
+
+def saved_batches(values: Mapping[str, np.ndarray]) -> int:
+    """Checks the number of micro-batches that a file holds."""
+    return _counter(values, "num_micro_batches", 0)
+
+
+def saved_cycle(values: Mapping[str, np.ndarray], prefix: str) -> None:
+    """Checks where in its cycle a saved cycle is, and what it weighs."""
+    length = _counter(values, f"{prefix}cycle_length", 1)
+    position = _counter(values, f"{prefix}cycle_position", 0)
+    weight = values.get(f"{prefix}weight_sum")
+    if position >= length:
         raise ValueError(
-            "The saved `accum_steps` must be an int >= 1. "
-            f"{checks.received('accum_steps', value)} The file is damaged, or "
-            "not of an AccumOptimizer."
+            "The saved `cycle_position` must be less than `cycle_length`. "
+            f"Received: cycle_position={position}, cycle_length={length}. The "
+            "file is damaged."
         )
-    return checks.accum_steps(value.item())
+    if weight is None or weight.shape != () or weight.dtype.kind != "f":
+        raise ValueError(
+            "The saved `weight_sum` must be a number. "
+            f"{checks.received('weight_sum', weight)} The file is damaged."
+        )
+    if weight < 0:
+        raise ValueError(
+            "The saved `weight_sum` must be >= 0. "
+            f"{checks.received('weight_sum', weight)} The file is damaged."
+        )
+
+
+def _counter(values: Mapping[str, np.ndarray], name: str, least: int) -> int:
+    value = values.get(name)
+    is_int = (
+        value is not None and value.shape == () and value.dtype.kind in "iu"
+    )
+    if not is_int or value < least:
+        raise ValueError(
+            f"The saved `{name}` must be an int >= {least}. "
+            f"{checks.received(name, value)} The file is damaged, or not of an "
+            "AccumOptimizer."
+        )
+    return int(value)
 
 
 def saved_indices(indices: list[int], num_variables: int) -> None:

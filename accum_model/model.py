@@ -14,10 +14,12 @@ from typing import Any
 import keras
 
 from accum_model import _keras_compat
+from accum_model import call_checks
 from accum_model import checks
 from accum_model import compiling
 from accum_model import distributed_step
 from accum_model import epoch_boundary
+from accum_model import loading
 from accum_model import nesting
 from accum_model import optimizer_chain
 from accum_model import train_step
@@ -98,6 +100,7 @@ class AccumModel(keras.Model):
         loss_scope: str = "micro_batch",
         **kwargs: Any,
     ) -> None:
+        call_checks.model_positions(args)
         settings = Settings(
             accum_steps,
             remainder,
@@ -112,6 +115,7 @@ class AccumModel(keras.Model):
         if _is_functional(args, kwargs) and not isinstance(self, functional):
             # Before Keras would rewrite the bases of AccumModel, and with them
             # those of every other subclass.
+            call_checks.functional_keywords(kwargs)
             self.__class__ = variant.of(AccumModel, type(self), functional)
         super().__init__(*args, **kwargs)
         self._accum_settings = settings
@@ -157,6 +161,7 @@ class AccumModel(keras.Model):
             >>> print(model.accum_steps, model.loss)
             4 mse
         """
+        model = checks.keras_model("model", model)
         settings = Settings(
             accum_steps,
             remainder,
@@ -166,7 +171,6 @@ class AccumModel(keras.Model):
             micro_batch_size,
             loss_scope,
         )
-        model = checks.keras_model("model", model)
         checks.not_wrapped(model, AccumModel)
         cut_checks.no_own_train_step(model, micro_batch_size)
         if model.compiled:
@@ -282,6 +286,7 @@ class AccumModel(keras.Model):
             ValueError: If model and optimizer were given different values of
                 `accum_steps`.
         """
+        call_checks.no_settings("compile", kwargs)
         if optimizer is not None:
             optimizer = checks.optimizer("optimizer", optimizer)
             self._accum_settings.check_optimizer(optimizer)
@@ -354,6 +359,7 @@ class AccumModel(keras.Model):
 
         Where `fit` raises, a partial cycle is discarded unless it is carried.
         """
+        call_checks.no_settings("fit", kwargs)
         with (
             self._building(),
             epoch_boundary.put_first(callbacks, self) as callbacks,
@@ -381,6 +387,15 @@ class AccumModel(keras.Model):
         return contextlib.nullcontext()
 
     # Saving.
+
+    def load_weights(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """As in Keras; a file that does not fit changes nothing."""
+        optimizer = nesting.find_in(self)
+        had_buffers = optimizer is not None and optimizer.is_accumulating
+        with loading.all_or_nothing(self):
+            super().load_weights(filepath, *args, **kwargs)
+        if optimizer is not None and optimizer.is_accumulating != had_buffers:
+            self.renew_train_function()
 
     def get_compile_config(self) -> dict[str, Any]:
         """As in Keras, with the accumulating optimizer."""

@@ -18,6 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from accum_model import call_checks
 from accum_model import checks
 from accum_model import ledger
 from accum_model import micro_batch
@@ -114,6 +115,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             return
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
+            call_checks.are_variables(trainable_variables)
             if not self.built:
                 self.build(trainable_variables)
         elif not self.built:
@@ -125,6 +127,8 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             )
         else:
             trainable_variables = self._trainable_variables
+        checks.same_number(grads, trainable_variables)
+        call_checks.same_shapes(grads, trainable_variables)
         if not self.inner_optimizer.built:
             with tf.init_scope():
                 self.inner_optimizer.build(self._trainable_variables)
@@ -132,7 +136,6 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             self._apply_at_once(grads, trainable_variables, weight)
             return
 
-        checks.same_number(grads, trainable_variables)
         update.warn_of_missing(grads, trainable_variables)
         cycle = self._buffers.cycle_of(trainable_variables)
         batch = micro_batch.present(self)
@@ -152,7 +155,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
         weight: tf.Tensor | float | None = None,
     ) -> keras.Variable:
         """As `apply`, from pairs; returns `iterations`."""
-        grads, trainable_variables = zip(*grads_and_vars, strict=True)
+        grads, trainable_variables = call_checks.pairs(grads_and_vars)
         self.apply(grads, trainable_variables, weight)
         return self.iterations
 
@@ -277,7 +280,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
         """Makes an optimizer from what `get_config` returned."""
         config = dict(config)
         config["inner_optimizer"] = keras.saving.deserialize_keras_object(
-            config["inner_optimizer"], custom_objects=custom_objects
+            config.get("inner_optimizer"), custom_objects=custom_objects
         )
         config["gradient_transform"] = keras.saving.deserialize_keras_object(
             config.get("gradient_transform"), custom_objects=custom_objects

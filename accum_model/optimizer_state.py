@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import buffers
+from accum_model import call_checks
 from accum_model import checks
 from accum_model import ledger
 from accum_model import nonfinite as nonfinite_module
@@ -34,12 +35,14 @@ class OptimizerState(keras.optimizers.Optimizer):
         accum_dtype: str | None = None,
         gradient_transform: Callable[..., Any] | None = None,
         name: str | None = None,
+        **others: Any,
     ) -> None:
+        call_checks.optimizer_keywords(others)
+        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
         accum_steps = checks.accum_steps(accum_steps)
         nonfinite = checks.nonfinite(nonfinite)
         accum_dtype = checks.accum_dtype(accum_dtype)
         gradient_transform = checks.gradient_transform(gradient_transform)
-        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
         checks.not_nested("inner_optimizer", inner_optimizer, OptimizerState)
         checks.accumulates_once("inner_optimizer", inner_optimizer)
         # A callable makes no variable; the rate is the inner optimizer's.

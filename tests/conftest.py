@@ -34,6 +34,25 @@ MODES = {
 }
 
 
+# Marked `core`: what would break first on another Keras or Python.
+CORE = {
+    "test_interruptions.py",
+    "test_keras_compat.py",
+    "test_model.py",
+    "test_optimizer.py",
+    "test_public_api.py",
+    "test_resume.py",
+    "test_serialization.py",
+    "test_wrong_calls.py",
+}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.name in CORE and "slow" not in item.keywords:
+            item.add_marker("core")
+
+
 @pytest.fixture(autouse=True)
 def clean_keras():
     use_float("float64")

@@ -1,0 +1,68 @@
+"""Many steps in one process: nothing grows."""
+
+import gc
+import pathlib
+
+import helpers
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from accum_model import AccumCallback
+from accum_model import AccumModel
+
+NUM_FITS = 20
+PAGE = 4096
+
+
+def resident_bytes():
+    gc.collect()
+    pages = pathlib.Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * PAGE
+
+
+def num_objects():
+    """Variables and compiled functions that are alive."""
+    gc.collect()
+    kinds = (keras.Variable, tf.Variable)
+    return sum(isinstance(each, kinds) for each in gc.get_objects())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/statm").exists(), reason="needs /proc"
+)
+@pytest.mark.parametrize(
+    "way, num_steps", [("wrap", 20_000), ("callback", 4_000)]
+)
+def test_many_steps_leave_memory_as_it_was(way, num_steps):
+    """Many steps, epochs and fits, half of them to warm up."""
+    model, traces = helpers.traced_model()
+    callbacks = []
+    if way == "wrap":
+        model = AccumModel.wrap(model, 3)
+    else:
+        callbacks = [AccumCallback(3, verbose=0)]
+    model.compile("adam", "mse", steps_per_execution=50)
+    x, y = np.ones((400, 5)), np.ones((400, 2))
+    traces.clear()
+    memory, objects = [], []
+    for _ in range(NUM_FITS):
+        model.fit(
+            x,
+            y,
+            batch_size=2,
+            epochs=num_steps // NUM_FITS // 200,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+        memory.append(resident_bytes())
+        objects.append(num_objects())
+    # 66 updates of 3 in each epoch, and one of the 2 that are left.
+    assert int(model.optimizer.iterations) == 67 * num_steps // 200
+    half = NUM_FITS // 2
+    assert max(memory[half:]) <= 1.02 * memory[half - 1], memory
+    assert max(objects[half:]) <= objects[half - 1], objects
+    assert len(traces) == 1
