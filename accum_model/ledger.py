@@ -10,6 +10,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from accum_model import noise_scale
+
 
 class RowLedger:
     """Counts rows of micro-batches, and adds up the norms of updates.
@@ -20,6 +22,7 @@ class RowLedger:
         last_norm: float64 scalar variable, global norm of the last update's
             averaged gradient, before any clipping.
         norm_sum: float64 scalar variable, sum of those norms.
+        noise: Sums for the gradient noise scale, or None.
     """
 
     def __init__(self) -> None:
@@ -28,16 +31,74 @@ class RowLedger:
             self.num_applied = _counter("num_applied_rows")
             self.last_norm = _counter("last_gradient_norm", "float64")
             self.norm_sum = _counter("gradient_norm_sum", "float64")
+        self.noise: noise_scale.NoiseScale | None = None
+
+    def estimate_noise(self, is_on: bool) -> None:
+        """Estimates the noise scale or not, in steps compiled from now on."""
+        if not is_on:
+            self.noise = None
+        elif self.noise is None:
+            self.noise = noise_scale.NoiseScale()
+
+    def note_micro_batch(
+        self,
+        gradients: Sequence[Any],
+        weight: tf.Tensor,
+        num_rows: tf.Tensor,
+        scale: Any = None,
+        is_sum: bool = False,
+        sums: tf.Tensor | None = None,
+    ) -> None:
+        """Notes the gradients of one call of `apply`, if anyone asks for it.
+
+        Args:
+            gradients: Gradients of one micro-batch.
+            weight: Its weight.
+            num_rows: Its rows; zero if it was left out.
+            scale: What gradients are still multiplied by, or None.
+            is_sum: True when they are a sum over rows.
+            sums: Where these are several micro-batches: their sums, see
+                `noise_scale`.
+        """
+        if self.noise is None:
+            return
+        if sums is None:
+            square = noise_scale.square_norm(gradients)
+            if is_sum:
+                weight = tf.cast(num_rows, "float64")
+                square /= weight * weight
+            sums = noise_scale.record(square, num_rows, weight)
+        else:
+            sums = tf.where(num_rows > 0, sums, tf.zeros_like(sums))
+        if scale is not None:
+            sums = noise_scale.multiplied(
+                sums, 1 / tf.square(tf.cast(scale, "float64"))
+            )
+        self.noise.add(sums)
 
     def add(self, num_rows: tf.Tensor) -> None:
         """Counts the rows of a micro-batch that does not end its cycle."""
         self.num_pending.assign_add(tf.cast(num_rows, "int64"))
 
-    def settle(self, num_rows: tf.Tensor | int = 0) -> None:
-        """Counts the rows of an update: the pending ones and `num_rows`."""
+    def settle(
+        self,
+        num_rows: tf.Tensor | int = 0,
+        num_calls: tf.Tensor | int = 1,
+        is_sum: bool = False,
+    ) -> None:
+        """Counts the rows of an update: the pending ones and `num_rows`.
+
+        Args:
+            num_rows: Rows of its last micro-batch.
+            num_calls: Calls of `apply` in its cycle.
+            is_sum: True when the gradient applied is a sum over rows.
+        """
         rows = self.num_pending.value + tf.cast(num_rows, "int64")
         self.num_applied.assign_add(rows)
         self.num_pending.assign(tf.zeros((), "int64"))
+        if self.noise is not None:
+            square = tf.square(self.last_norm.value)
+            self.noise.settle(square, num_calls, bool(is_sum))
 
     def note_norm(self, gradients: Sequence[tf.Tensor], scale: Any = 1) -> None:
         """Notes the global norm of an update's gradients.
@@ -46,18 +107,16 @@ class RowLedger:
             gradients: Dense or sparse gradients, with repeated ids or without.
             scale: What the gradients are still multiplied by.
         """
-        dense = [tf.convert_to_tensor(gradient) for gradient in gradients]
-        squares = [
-            tf.cast(tf.reduce_sum(tf.square(gradient)), "float64")
-            for gradient in dense
-        ]
-        norm = tf.sqrt(tf.add_n(squares)) / tf.cast(scale, "float64")
+        norm = tf.sqrt(noise_scale.square_norm(gradients))
+        norm /= tf.cast(scale, "float64")
         self.last_norm.assign(norm)
         self.norm_sum.assign_add(norm)
 
     def discard(self) -> None:
         """Forgets the pending rows."""
         self.num_pending.assign(tf.zeros((), "int64"))
+        if self.noise is not None:
+            self.noise.discard()
 
 
 def _counter(name: str, dtype: str = "int64") -> keras.Variable:

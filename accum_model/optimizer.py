@@ -136,7 +136,12 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             self._updater.take(cycle, grads, weight, None)
         else:
             self._updater.take(
-                cycle, grads, weight, batch.num_rows, batch.num_skipped
+                cycle,
+                grads,
+                weight,
+                batch.num_rows,
+                batch.num_skipped,
+                batch.noise_sums,
             )
         self._count_micro_batch()
 
@@ -211,8 +216,17 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             present = [gradient for gradient in grads if gradient is not None]
             scale = update.loss_scale(self)
             self._ledger.note_norm(present, 1 if scale is None else scale)
-            if self._micro_batch is not None:
-                self._ledger.settle(self._micro_batch.num_rows)
+            batch = self._micro_batch
+            if batch is not None:
+                if batch.noise_sums is not None:
+                    self._ledger.note_micro_batch(
+                        present,
+                        batch.weight,
+                        batch.num_rows,
+                        scale,
+                        sums=batch.noise_sums,
+                    )
+                self._ledger.settle(batch.num_rows, is_sum=batch.is_sum)
         self.inner_optimizer.apply(grads, variables)
 
     def _weigh(self, cycle, weight):

@@ -186,6 +186,11 @@ class OptimizerState(keras.optimizers.Optimizer):
         return self._ledger is not None
 
     @property
+    def estimates_noise(self) -> bool:
+        """True when somebody asks for the gradient noise scale."""
+        return self._ledger is not None and self._ledger.noise is not None
+
+    @property
     def learning_rate(self) -> Any:
         """The inner optimizer's learning rate."""
         return self.inner_optimizer.learning_rate

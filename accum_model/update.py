@@ -51,6 +51,7 @@ class Updater:
         weight: tf.Tensor,
         num_rows: tf.Tensor | None,
         num_skipped: tf.Tensor | int = 0,
+        noise_sums: tf.Tensor | None = None,
     ) -> None:
         """Adds a micro-batch to its cycle; updates if that ends with it.
 
@@ -61,6 +62,7 @@ class Updater:
             num_rows: Its rows, scalar, or None where nobody knows.
             num_skipped: How many parts of it were left out because their
                 gradients were not finite.
+            noise_sums: Of its parts, see `RowLedger.note_micro_batch`.
         """
         guard, scaling = self.guard, self._scaling
         # A loss scale may change within a cycle: sums are kept without it.
@@ -76,6 +78,10 @@ class Updater:
                     tf.logical_not(is_finite), num_skipped > 0
                 )
                 nonfinite.lower_loss_scale(scaling, has_bad)
+        if self.ledger is not None and num_rows is not None:
+            self.ledger.note_micro_batch(
+                grads, weight, num_rows, scale, cycle.is_sum, noise_sums
+            )
         factor = weight
         if scale is not None:
             factor = weight / tf.cast(scale, weight.dtype)
@@ -116,7 +122,8 @@ class Updater:
         def apply():
             self._apply_mean(cycle, grads, weight, factor)
             if self.ledger is not None and num_rows is not None:
-                self.ledger.settle(num_rows)
+                calls = cycle.position.value + (0 if is_flush else 1)
+                self.ledger.settle(num_rows, calls, cycle.is_sum)
 
         def discard():
             if guard is not None:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import accumulator
+from accum_model import noise_scale
 from accum_model import nonfinite
 from accum_model.accumulator import Gradient
 from accum_model.micro_batch import MicroBatch
@@ -28,6 +29,7 @@ class Collector:
             variables).
         skips_nonfinite: True to leave out micro-batches with a gradient that is
             not finite; the others then stand for them.
+        measures_noise: True to add up what the gradient noise scale needs.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Collector:
         variables: Sequence[keras.Variable],
         accum_dtype: str | None,
         skips_nonfinite: bool = False,
+        measures_noise: bool = False,
     ) -> None:
         self._variables = list(variables)
         self._dtypes = [
             accumulator.sum_dtype(v, accum_dtype) for v in self._variables
         ]
         self._skips = skips_nonfinite
+        self._measures_noise = measures_noise
         self._has_gradient = [False] * len(self._variables)
 
     def zeros(self) -> Collected:
@@ -56,6 +60,10 @@ class Collector:
             "weight_left_out": tf.zeros((), "float64"),
             "num_rows": tf.zeros((), "int64"),
             "num_left_out": tf.zeros((), "int64"),
+            "noise_sums": tf.zeros(
+                (noise_scale.NUM_SUMS if self._measures_noise else 0,),
+                "float64",
+            ),
         }
 
     def add(
@@ -64,6 +72,7 @@ class Collector:
         gradients: Sequence[Gradient],
         weight: tf.Tensor | float = 0,
         num_rows: tf.Tensor | int = 0,
+        is_sum: bool = False,
     ) -> Collected:
         """Returns `collected` with one more micro-batch.
 
@@ -72,6 +81,7 @@ class Collector:
             gradients: One per variable, dense, sparse or None.
             weight: Weight of the micro-batch, scalar.
             num_rows: Its rows.
+            is_sum: True when the loss is a sum, and `weight` is one.
         """
         for index, gradient in enumerate(gradients):
             if gradient is not None:
@@ -87,7 +97,12 @@ class Collector:
             "weight_left_out": collected["weight_left_out"],
             "num_rows": collected["num_rows"] + tf.cast(num_rows, "int64"),
             "num_left_out": collected["num_left_out"],
+            "noise_sums": collected["noise_sums"],
         }
+        if self._measures_noise:
+            share = tf.cast(num_rows if is_sum else weight, "float64")
+            square = noise_scale.square_norm(gradients) / tf.square(share)
+            after["noise_sums"] += noise_scale.record(square, num_rows, share)
         if not self._skips:
             return after
         left_out = {
@@ -114,6 +129,8 @@ class Collector:
         weight = collected["weight"]
         batch.weight = tf.ones_like(weight) if batch.is_sum else weight
         gradients = self.gradients(collected)
+        if self._measures_noise:
+            batch.noise_sums = self._noise_sums(collected, batch.is_sum)
         if not self._skips:
             return gradients
         batch.num_rows = collected["num_rows"]
@@ -129,6 +146,13 @@ class Collector:
             None if each is None else each * tf.cast(factor, each.dtype)
             for each in gradients
         ]
+
+    def _noise_sums(self, collected, is_sum):
+        if is_sum:
+            return collected["noise_sums"]
+        # Gradients were those of shares in the loss of the whole batch.
+        total = collected["weight"] + collected["weight_left_out"]
+        return noise_scale.multiplied(collected["noise_sums"], tf.square(total))
 
     def gradients(self, collected: Collected) -> list[Gradient]:
         """The sums, or None where no micro-batch had a gradient."""

@@ -36,6 +36,8 @@ def evaluate(task: Task) -> Evaluation:
         variables,
         optimizer.accum_dtype,
         skips_nonfinite=optimizer.nonfinite == "skip_micro_batch",
+        # The gradient at a second point is another one.
+        measures_noise=optimizer.estimates_noise and task.is_measured,
     )
 
     def body(index, data, num_rows, carry):
@@ -77,7 +79,11 @@ def evaluate(task: Task) -> Evaluation:
             "loss": carry["loss"] + _shown(loss, share),
             "output_losses": output_losses,
             "collected": collected.add(
-                carry["collected"], gradients, batch.weight, num_rows
+                carry["collected"],
+                gradients,
+                batch.weight,
+                num_rows,
+                batch.is_sum,
             ),
             "state": scope.values_of(plan.state),
         }, kept
