@@ -228,6 +228,8 @@ class AccumOptimizer(optimizer_state.OptimizerState):
                     )
                 self._ledger.settle(batch.num_rows, is_sum=batch.is_sum)
         self.inner_optimizer.apply(grads, variables)
+        self.moments.absorb()
+        self.moments.settle()
 
     def _weigh(self, cycle, weight):
         """The weight of a call: as given, of the micro-batch, or one."""

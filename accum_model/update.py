@@ -64,7 +64,7 @@ class Updater:
                 gradients were not finite.
             noise_sums: Of its parts, see `RowLedger.note_micro_batch`.
         """
-        guard, scaling = self.guard, self._scaling
+        guard, scaling, is_finite = self.guard, self._scaling, True
         # A loss scale may change within a cycle: sums are kept without it.
         scale = loss_scale(self._optimizer)
         if guard is not None:
@@ -78,6 +78,7 @@ class Updater:
                     tf.logical_not(is_finite), num_skipped > 0
                 )
                 nonfinite.lower_loss_scale(scaling, has_bad)
+        self._moments.absorb(is_finite)
         if self.ledger is not None and num_rows is not None:
             self.ledger.note_micro_batch(
                 grads, weight, num_rows, scale, cycle.is_sum, noise_sums
@@ -93,6 +94,8 @@ class Updater:
 
         def collect():
             cycle.accumulate(grads, weight, factor)
+            if guard is None:
+                self._moments.keep_if(cycle.position.value > 0)
             if self.ledger is not None and num_rows is not None:
                 self.ledger.add(num_rows)
 
@@ -113,6 +116,7 @@ class Updater:
     def reset(self) -> None:
         """Discards what has been collected."""
         self._buffers.reset()
+        self._moments.discard()
 
     def _finish(self, cycle, grads, weight, factor, num_rows, is_flush=False):
         """Updates with a cycle and a last micro-batch, and empties it."""
@@ -121,6 +125,7 @@ class Updater:
 
         def apply():
             self._apply_mean(cycle, grads, weight, factor)
+            self._moments.settle()
             if self.ledger is not None and num_rows is not None:
                 calls = cycle.position.value + (0 if is_flush else 1)
                 self.ledger.settle(num_rows, calls, cycle.is_sum)
@@ -130,6 +135,7 @@ class Updater:
                 if scaling is not None and guard.policy != "skip_micro_batch":
                     nonfinite.lower_loss_scale(scaling, cycle.is_spoiled.value)
                 guard.count_discarded(cycle)
+            self._moments.discard()
             if self.ledger is not None:
                 self.ledger.discard()
 
@@ -207,6 +213,10 @@ class Updater:
         if scale is not None:
             means = [mean * tf.cast(scale, mean.dtype) for mean in means]
         return means
+
+    @property
+    def _moments(self):
+        return self._optimizer.moments
 
     @property
     def _scaling(self):

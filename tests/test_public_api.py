@@ -92,6 +92,7 @@ def test_imports_go_only_downward():
         "accumulator",
         "nonfinite",
         "buffers",
+        "pooled_moments",
         "update",
         "cycle_state",
         "optimizer_state",
@@ -120,6 +121,7 @@ def test_imports_go_only_downward():
         "model",
         "attachment",
         "callback",
+        "layers.accum_batch_normalization",
         "optimizers.argument_checks",
         "optimizers.dense_gradients",
         "optimizers.inner_options",
@@ -136,13 +138,14 @@ def test_imports_go_only_downward():
     paths = [
         *PACKAGE.glob("*.py"),
         *PACKAGE.glob("cut/*.py"),
+        *PACKAGE.glob("layers/*.py"),
         *PACKAGE.glob("optimizers/*.py"),
     ]
     for path in paths:
         if path.stem in ("__init__", "__main__"):
             continue
         imported = re.findall(
-            r"^from accum_model(?: import |\.)((?:(?:cut|optimizers)"
+            r"^from accum_model(?: import |\.)((?:(?:cut|layers|optimizers)"
             r"(?: import |\.))?\w+)",
             path.read_text(),
             re.MULTILINE,

@@ -32,10 +32,11 @@ def evaluate(task: Task) -> Evaluation:
     variables = model.trainable_variables
     loss_metrics = task.loss_metrics()
     denominators = Denominators(task)
+    skips = optimizer.nonfinite == "skip_micro_batch"
     collected = gradient_sum.Collector(
         variables,
         optimizer.accum_dtype,
-        skips_nonfinite=optimizer.nonfinite == "skip_micro_batch",
+        skips_nonfinite=skips,
         # The gradient at a second point is another one.
         measures_noise=optimizer.estimates_noise and task.is_measured,
     )
@@ -69,6 +70,17 @@ def evaluate(task: Task) -> Evaluation:
         plan.note_assigned(scope)
         gradients = tape.gradient(scaled, variables)
         task.batch.take_part(batch)
+        after = collected.add(
+            carry["collected"], gradients, batch.weight, num_rows, batch.is_sum
+        )
+        state = scope.values_of(plan.state)
+        if skips:
+            is_left_out = (
+                after["num_left_out"] > carry["collected"]["num_left_out"]
+            )
+            state = optimizer.moments.unless(
+                is_left_out, plan.state, carry["state"], state
+            )
         output_losses = [
             total + _shown(caught[j] * tf.cast(share, caught[j].dtype), share)
             if j in caught
@@ -78,14 +90,8 @@ def evaluate(task: Task) -> Evaluation:
         return {
             "loss": carry["loss"] + _shown(loss, share),
             "output_losses": output_losses,
-            "collected": collected.add(
-                carry["collected"],
-                gradients,
-                batch.weight,
-                num_rows,
-                batch.is_sum,
-            ),
-            "state": scope.values_of(plan.state),
+            "collected": after,
+            "state": state,
         }, kept
 
     zero = tf.zeros((), "float64")
