@@ -224,14 +224,20 @@ class PooledMoments:
     def _add_sums(self, each):
         variable = each.layer.moving_mean
         is_double = keras.backend.standardize_dtype(variable.dtype) == "float64"
+        shape = (3, *variable.shape)
+        dtype = "float64" if is_double else "float32"
         with tf.init_scope():
-            each.staged, each.pooled = (
-                self._add_variable(
-                    (3, *variable.shape),
-                    dtype="float64" if is_double else "float32",
-                    name=f"{each.layer.name}_{kind}_moments",
-                )
-                for kind in ("staged", "pooled")
+            # Read inside a layer, which may want it in half precision. Empty
+            # between steps, so it is not saved.
+            each.staged = keras.Variable(
+                np.zeros(shape),
+                dtype=dtype,
+                trainable=False,
+                autocast=False,
+                name=f"{each.layer.name}_staged_moments",
+            )
+            each.pooled = self._add_variable(
+                shape, dtype=dtype, name=f"{each.layer.name}_pooled_moments"
             )
             loaded = self._loaded.pop(self._sums.index(each), None)
             if loaded is not None:

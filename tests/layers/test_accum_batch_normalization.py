@@ -18,14 +18,16 @@ from accum_model import AccumModel
 MOMENTUM = 0.75
 
 
-def net(norm=AccumBatchNormalization, shape=(3,), before=(), **kwargs):
+def net(
+    norm=AccumBatchNormalization, shape=(3,), before=(), after=(), **kwargs
+):
     kwargs = {"momentum": MOMENTUM, **kwargs}
     model = keras.Sequential(
         [
             keras.Input(shape),
             *before,
             norm(**kwargs),
-            keras.layers.Flatten(),
+            *after,
             keras.layers.Dense(2),
         ]
     )
@@ -124,7 +126,7 @@ def test_variance_between_micro_batches_counts():
 @pytest.mark.parametrize("shape, axis", [((4, 3), -1), ((3, 2, 4), 1)])
 def test_any_rank_and_axis(shape, axis):
     x, y = rows(12, shape)
-    model = net(shape=shape, axis=axis)
+    model = net(shape=shape, axis=axis, after=[keras.layers.Flatten()])
     expected = moved(statistics(model), np.moveaxis(x, axis, -1))
     fit(model, (x, y), 4, accum_steps=3)
     helpers.assert_close(statistics(model), expected)
@@ -136,7 +138,11 @@ def test_masked_elements_do_not_count():
     # A micro-batch with more of them than others, and one without any other.
     x[:3, 1:] = 0.0
     x[8:] = 0.0
-    model = net(shape=(4, 3), before=[keras.layers.Masking()])
+    model = net(
+        shape=(4, 3),
+        before=[keras.layers.Masking()],
+        after=[keras.layers.LSTM(2)],
+    )
     valid = x[x.any(-1)]
     assert len(valid) == 23
     expected = moved(statistics(model), valid)
@@ -161,11 +167,8 @@ def test_mixed_precision(policy):
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization")
-@pytest.mark.parametrize(
-    "options, atol",
-    [({}, helpers.EXACT), ({"center": False, "scale": False}, helpers.EXACT)],
-)
-def test_micro_batches_are_normalised_as_in_keras(options, atol):
+@pytest.mark.parametrize("options", [{}, {"center": False, "scale": False}])
+def test_micro_batches_are_normalised_as_in_keras(options):
     """The update is that of plain BatchNormalization."""
     ours, plain = (
         net(norm, epsilon=0.5, **options)
@@ -176,7 +179,6 @@ def test_micro_batches_are_normalised_as_in_keras(options, atol):
     helpers.assert_close(
         helpers.values(ours.trainable_variables),
         helpers.values(plain.trainable_variables),
-        atol,
     )
 
 
@@ -374,8 +376,9 @@ def test_weight_files_go_both_ways_with_keras(tmp_path):
         weight.assign(weight + 1.0)
     path = tmp_path / "plain.weights.h5"
     other.save_weights(path)
-    whole.load_weights(path)
-    helpers.assert_equal(helpers.weights(whole), helpers.weights(other))
+    ours = AccumModel.wrap(net())
+    ours.load_weights(path)
+    helpers.assert_equal(helpers.weights(ours), helpers.weights(other))
 
 
 def swapped(layer):
@@ -388,8 +391,8 @@ def swapped(layer):
 @pytest.mark.slow
 def test_network_of_keras_applications_is_swapped():
     keras.config.set_dtype_policy("float32")
-    plain = keras.applications.MobileNetV2(
-        (32, 32, 3), weights=None, classes=2, alpha=0.35
+    plain = keras.applications.MobileNet(
+        (32, 32, 3), weights=None, classes=2, alpha=0.25
     )
     model = keras.models.clone_model(plain, clone_function=swapped)
     model.set_weights(plain.get_weights())
@@ -398,11 +401,11 @@ def test_network_of_keras_applications_is_swapped():
         for layer in model.layers
         if isinstance(layer, AccumBatchNormalization)
     ]
-    assert len(norms) > 50
+    assert len(norms) > 20
     x = np.random.default_rng(0).normal(size=(8, 32, 32, 3)).astype("float32")
     x += np.arange(8).reshape(8, 1, 1, 1)
     helpers.assert_equal([model(x).numpy()], [plain(x).numpy()])
-    model.compile("sgd", "sparse_categorical_crossentropy")
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
     first = model.layers[1](x).numpy()  # What the first norm sees.
     start = [w.numpy() for w in norms[0].non_trainable_weights]
     cutting.fit(
