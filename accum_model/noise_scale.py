@@ -60,40 +60,34 @@ def square_norm(gradients: Sequence[Any]) -> tf.Tensor:
     Returns:
         float64 scalar.
     """
-    squares = [
-        tf.cast(2 * tf.nn.l2_loss(_values(gradient)), "float64")
-        for gradient in gradients
-        if gradient is not None
-    ]
-    return tf.add_n(squares) if squares else tf.zeros((), "float64")
+    halves: dict[tf.DType, list[tf.Tensor]] = {}
+    for gradient in gradients:
+        if gradient is not None:
+            half = tf.nn.l2_loss(_values(gradient))
+            halves.setdefault(half.dtype, []).append(half)
+    # Few operations: small models feel each of them.
+    sums = [tf.cast(tf.add_n(each), "float64") for each in halves.values()]
+    return 2 * tf.add_n(sums) if sums else tf.zeros((), "float64")
 
 
 def record(square: Any, num_rows: Any, weight: Any) -> tf.Tensor:
     """What one micro-batch adds to the sums of its cycle.
 
     Args:
-        square: Squared norm of its gradient, scalar.
+        square: Squared norm of its gradient, float64 scalar.
         num_rows: Its rows, scalar.
-        weight: Its weight in the mean, scalar. Without weight it adds nothing.
+        weight: Its weight in the mean, scalar. Without weight, as without
+            rows, it adds nothing.
 
     Returns:
         float64 tensor of shape `(NUM_SUMS,)`.
     """
-    square = tf.cast(square, "float64")
-    num_rows = tf.cast(num_rows, "float64")
     weight = tf.cast(weight, "float64")
+    inverse = tf.math.reciprocal(tf.cast(num_rows, "float64"))
     sums = tf.stack(
-        [
-            tf.ones((), "float64"),
-            square,
-            1 / num_rows,
-            weight * weight / num_rows,
-            weight,
-            tf.zeros((), "float64"),
-        ]
+        [1.0, square, inverse, tf.square(weight) * inverse, weight, 0.0]
     )
-    counts = tf.logical_and(num_rows > 0, weight > 0)
-    return tf.where(counts, sums, tf.zeros_like(sums))
+    return tf.where(weight > 0, sums, tf.zeros((), "float64"))
 
 
 def multiplied(sums: tf.Tensor, factor: Any) -> tf.Tensor:
