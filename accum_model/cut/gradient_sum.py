@@ -49,7 +49,7 @@ class Collector:
 
     def zeros(self) -> Collected:
         """What was collected before the first micro-batch."""
-        return {
+        collected = {
             "sums": [
                 tf.zeros(variable.shape, dtype)
                 for variable, dtype in zip(
@@ -60,11 +60,12 @@ class Collector:
             "weight_left_out": tf.zeros((), "float64"),
             "num_rows": tf.zeros((), "int64"),
             "num_left_out": tf.zeros((), "int64"),
-            "noise_sums": tf.zeros(
-                (noise_scale.NUM_SUMS if self._measures_noise else 0,),
-                "float64",
-            ),
         }
+        if self._measures_noise:
+            collected["noise_sums"] = tf.zeros(
+                (noise_scale.NUM_SUMS,), "float64"
+            )
+        return collected
 
     def add(
         self,
@@ -97,12 +98,13 @@ class Collector:
             "weight_left_out": collected["weight_left_out"],
             "num_rows": collected["num_rows"] + tf.cast(num_rows, "int64"),
             "num_left_out": collected["num_left_out"],
-            "noise_sums": collected["noise_sums"],
         }
         if self._measures_noise:
             share = tf.cast(num_rows if is_sum else weight, "float64")
             square = noise_scale.square_norm(gradients) / tf.square(share)
-            after["noise_sums"] += noise_scale.record(square, num_rows, share)
+            after["noise_sums"] = collected["noise_sums"] + noise_scale.record(
+                square, num_rows, share
+            )
         if not self._skips:
             return after
         left_out = {
