@@ -193,11 +193,12 @@ class PooledMoments:
 
     def save(self, store: MutableMapping[str, Any]) -> None:
         """Writes the sums of a cycle that has begun into `store`."""
+        values = dict(self._loaded)
         for place, each in enumerate(self._sums):
-            value = self._loaded.get(place)
             if each.pooled is not None:
-                value = each.pooled.numpy()
-            if value is not None and value.any():
+                values[place] = each.pooled.numpy()
+        for place, value in values.items():
+            if value.any():
                 store[f"moments_{place}"] = value
 
     def load(self, store: Mapping[str, Any]) -> None:
