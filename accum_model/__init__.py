@@ -13,6 +13,7 @@ from accum_model.batch_size import effective_batch_size
 from accum_model.batch_size import updates_per_epoch
 from accum_model.callback import AccumCallback
 from accum_model.gradient_clipping import AdaptiveGradientClipping
+from accum_model.layers.accum_batch_normalization import AccumBatchNormalization
 from accum_model.model import AccumModel
 from accum_model.optimizer import AccumOptimizer
 from accum_model.optimizers.adam_accumulate import AdamAccumulate
@@ -24,6 +25,7 @@ from accum_model.optimizers.ranger import Ranger
 from accum_model.optimizers.sam import SAM
 
 __all__ = [
+    "AccumBatchNormalization",
     "AccumCallback",
     "AccumModel",
     "AccumOptimizer",

@@ -24,6 +24,7 @@ def attach(
     needs_buffers: bool,
     options: dict[str, Any],
     cutting: Cutting | None,
+    noise_scale: bool = False,
 ) -> "Attachment":
     """Makes `model` accumulate until the attachment is detached.
 
@@ -33,11 +34,14 @@ def attach(
         needs_buffers: True to make buffers although `accum_steps` is 1.
         options: Other arguments of the accumulating optimizer, by name.
         cutting: How batches are cut, or None for the model's own way.
+        noise_scale: True to estimate the gradient noise scale.
     """
     is_accum_model = isinstance(model, AccumModel)
     kind = AccumModelAttachment if is_accum_model else PlainAttachment
     with Replicas(model.distribute_strategy).variables():
-        return kind(model, accum_steps, needs_buffers, options, cutting)
+        return kind(
+            model, accum_steps, needs_buffers, options, cutting, noise_scale
+        )
 
 
 class Attachment:
@@ -58,10 +62,12 @@ class Attachment:
         needs_buffers: bool,
         options: dict[str, Any],
         cutting: Cutting | None,
+        noise_scale: bool,
     ) -> None:
         self._model = model
         self._cutting = cutting
         self._options = options
+        self._noise_scale = noise_scale
         self._accum_steps = accum_steps
         self._needs_buffers = needs_buffers
         self._identity = _identity(model)
@@ -88,13 +94,13 @@ class Attachment:
     def _configure(self) -> bool:
         """Applies the settings; True when the step must be compiled anew."""
         optimizer = self.optimizer
-        before = optimizer.is_accumulating, optimizer.counts_rows
-        optimizer.count_rows()
+        before = _what_is_compiled(optimizer)
+        optimizer.count_rows().estimate_noise(self._noise_scale)
         if self._needs_buffers or (self._accum_steps or 1) > 1:
             optimizer.start_accumulating()
         if self._accum_steps is not None:
             optimizer.accum_steps = self._accum_steps
-        return before != (optimizer.is_accumulating, optimizer.counts_rows)
+        return before != _what_is_compiled(optimizer)
 
     @property
     def cutting(self) -> Cutting:
@@ -109,6 +115,14 @@ class Attachment:
 
     def _detach(self) -> None:
         raise NotImplementedError
+
+
+def _what_is_compiled(optimizer: AccumOptimizer) -> tuple[bool, ...]:
+    return (
+        optimizer.is_accumulating,
+        optimizer.counts_rows,
+        optimizer.estimates_noise,
+    )
 
 
 def _identity(model: keras.Model) -> tuple[object, ...]:

@@ -27,15 +27,18 @@ def warn_once(model: keras.Model, what: str) -> None:
         for layer in _keras_compat.flat_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.trainable
+        and not getattr(layer, "pools_moments", False)
     ]
     if names:
         _warned.add(model)
         warnings.warn(
             f"BatchNormalization layers {names} normalise with the rows of one "
             f"micro-batch ({what}): the update is not exactly that of the "
-            "large batch, and their statistics move once per micro-batch. To "
-            "be exact, freeze them (trainable=False) or take another "
-            "normalisation, such as GroupNormalization. To silence this: "
+            "large batch, and their statistics move once per micro-batch. With "
+            "AccumBatchNormalization instead they move once per update, like "
+            "those of the large batch. To be exact, freeze them "
+            "(trainable=False) or take another normalisation, such as "
+            "GroupNormalization. To silence this: "
             "warnings.filterwarnings('ignore', 'BatchNormalization').",
             stacklevel=2,
         )

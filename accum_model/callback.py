@@ -17,6 +17,7 @@ from accum_model import checks
 from accum_model import epoch_boundary
 from accum_model import guard
 from accum_model import nesting
+from accum_model import noise_report
 from accum_model import schedule
 from accum_model.cut import cut_checks
 from accum_model.cut.cutting import Cutting
@@ -41,7 +42,8 @@ class AccumCallback(epoch_boundary.EpochBoundary):
     - `updates`: updates made in this epoch,
     - `gradient_norm`: mean over this epoch's updates of the global norm of the
       averaged gradient, before any clipping (NaN without an update). That of
-      the last update can be read from `model.optimizer.gradient_norm`.
+      the last update can be read from `model.optimizer.gradient_norm`,
+    - `gradient_noise_scale`, if asked for: see `noise_scale` below.
 
     Args:
         accum_steps: int >= 1, batches per update; or a schedule
@@ -63,7 +65,12 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             model's own, or the whole batch.
         loss_scope: `"micro_batch"` or `"batch"`, as for `AccumModel`, together
             with `micro_batch_size`. Defaults to `"micro_batch"`.
-        verbose: 0 or 1. With 1 the line is printed. Defaults to 1.
+        noise_scale: True to estimate the gradient noise scale: the rows per
+            update beyond which more of them help little. It appears in the
+            epoch logs as `gradient_noise_scale` (NaN where noise hides the
+            gradient), and after training one line of advice is printed. It
+            needs several micro-batches per update. Defaults to False.
+        verbose: 0 or 1. With 1 the lines are printed. Defaults to 1.
 
     Raises:
         ValueError: If an argument is not one of those above. In `fit`: if the
@@ -92,11 +99,14 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         gradient_transform: Callable[..., Any] | None = None,
         micro_batch_size: int | str | None = None,
         loss_scope: str = "micro_batch",
+        noise_scale: bool = False,
         verbose: int = 1,
     ) -> None:
         super().__init__("flush" if remainder is None else remainder)
         self.accum_steps = checks.accum_steps_or_schedule(accum_steps)
         self.verbose = checks.verbose(verbose)
+        self.noise_scale = checks.noise_scale(noise_scale)
+        self._noise_report = noise_report.NoiseReport(self.verbose)
         self._options = {
             "nonfinite": checks.nonfinite(nonfinite),
             "accum_dtype": checks.accum_dtype(accum_dtype),
@@ -145,8 +155,10 @@ class AccumCallback(epoch_boundary.EpochBoundary):
                 self._needs_buffers(),
                 self._options,
                 self._given_cutting,
+                self.noise_scale,
             )
         self._attachment.attach()
+        self._noise_report.begin_fit()
         self.cutting = self._attachment.cutting
         if not self._attachment.fit_cleans_up:
             self._watch("train_function")
@@ -175,6 +187,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         self._skipped_before = self._skipped()
         self._norms_before = float(optimizer.count_rows().norm_sum.numpy())
         self._rows_before = int(optimizer.count_rows().num_applied.numpy())
+        self._noise_report.begin_epoch(optimizer.count_rows())
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(
@@ -195,6 +208,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         norms = float(optimizer.count_rows().norm_sum.numpy())
         norms -= self._norms_before
         logs["gradient_norm"] = norms / updates if updates else float("nan")
+        self._noise_report.end_epoch(optimizer.count_rows(), logs)
         if self.cutting.cuts:
             logs["micro_batch_size"] = self.cutting.rows_in_use
         for name, number in self._skipped().items():
@@ -203,6 +217,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Takes accumulation off the model."""
+        self._noise_report.end_fit()
         self.close_fit()
 
     def on_first_batch(self) -> None:

@@ -237,6 +237,16 @@ def verbose(value: Any) -> int:
     return int(value)
 
 
+def noise_scale(value: Any) -> bool:
+    """Checks `noise_scale` of the callback."""
+    if not isinstance(value, bool):
+        raise ValueError(
+            "`noise_scale` must be True or False. "
+            f"{received('noise_scale', value)} Pass True to have it estimated."
+        )
+    return value
+
+
 def optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
     """Returns `value` as a Keras optimizer, made from a name or a config.
 

@@ -23,6 +23,7 @@ def accumulate_outermost(model: keras.Model, settings: Settings) -> None:
         optimizer.accum_steps = settings.accum_steps
     # For a flush before the first step, of a model that comes from a file.
     optimizer.penalty = functools.partial(micro_batch.weight_penalty, model)
+    optimizer.moments.watch(model)
     _keras_compat.set_optimizer(model, optimizer)
 
 

@@ -60,6 +60,8 @@ class MicroBatch:
         has_mixed_denominators: True when several outputs are divided by
             different things, which no single weight can do justice to.
         terms: The losses of the outputs, as far as they can be seen.
+        noise_sums: Where it is cut: sums over its parts for the gradient noise
+            scale, if anyone asks for it.
     """
 
     def __init__(self, num_rows: tf.Tensor) -> None:
@@ -69,6 +71,7 @@ class MicroBatch:
         self.is_sum = False
         self.has_mixed_denominators = False
         self.terms: Sequence[loss_terms.Term] = ()
+        self.noise_sums: tf.Tensor | None = None
         self._loss: tf.Tensor | None = None
         self._added: list[tf.Tensor] = []
 

@@ -144,7 +144,12 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             self._updater.take(cycle, grads, weight, None)
         else:
             self._updater.take(
-                cycle, grads, weight, batch.num_rows, batch.num_skipped
+                cycle,
+                grads,
+                weight,
+                batch.num_rows,
+                batch.num_skipped,
+                batch.noise_sums,
             )
         self._count_micro_batch()
 
@@ -228,8 +233,19 @@ class AccumOptimizer(optimizer_state.OptimizerState):
                 ledger.global_norm(present, 1 if scale is None else scale)
             )
             if batch is not None:
-                self._ledger.settle(batch.num_rows)
+                if batch.noise_sums is not None:
+                    self._ledger.note_micro_batch(
+                        present,
+                        batch.weight,
+                        batch.num_rows,
+                        scale,
+                        sums=batch.noise_sums,
+                    )
+                self._ledger.settle(self._ledger.pending(batch.num_rows))
+                self._ledger.settle_noise(is_sum=batch.is_sum)
         self.inner_optimizer.apply(grads, variables)
+        self.moments.absorb()
+        self.moments.settle()
 
     def _weigh(self, batch, weight, dtype):
         """The weight of a call: as given, of the micro-batch, or one.

@@ -18,6 +18,7 @@ from accum_model import checks
 from accum_model import ledger
 from accum_model import nonfinite as nonfinite_module
 from accum_model import optimizer_chain
+from accum_model import pooled_moments
 from accum_model import update
 from accum_model.cycle_state import CycleState
 from accum_model.replicas import Replicas
@@ -62,6 +63,8 @@ class OptimizerState(keras.optimizers.Optimizer):
         self._ledger: ledger.RowLedger | None = None
         self._has_warned_of_denominators = False
         self._was_traced_without_buffers = False
+        # Of layers with moving statistics.
+        self.moments = pooled_moments.PooledMoments(self.add_variable)
         self.cycle_state = CycleState(self._save_cycle, self._load_cycle)
         # The penalties on the weights of the model that is trained, or None.
         self.penalty: Callable[[], tf.Tensor | None] = lambda: None
@@ -206,6 +209,11 @@ class OptimizerState(keras.optimizers.Optimizer):
         return self._ledger is not None
 
     @property
+    def estimates_noise(self) -> bool:
+        """True when somebody asks for the gradient noise scale."""
+        return self._ledger is not None and self._ledger.noise is not None
+
+    @property
     def learning_rate(self) -> Any:
         """The inner optimizer's learning rate."""
         return self.inner_optimizer.learning_rate
@@ -258,6 +266,7 @@ class OptimizerState(keras.optimizers.Optimizer):
             guard = policy and nonfinite_module.Guard(policy, self.add_variable)
             self._updater = update.Updater(self, self._buffers, guard)
             self._updater.ledger = self._ledger
+            self.moments.build()
 
     # Files.
 
@@ -290,6 +299,7 @@ class OptimizerState(keras.optimizers.Optimizer):
             return
         store["num_micro_batches"] = super().iterations.numpy()
         self._buffers.save(store)
+        self.moments.save(store)
         if self._guard is not None:
             for name, variable in self._guard.state().items():
                 store[name] = variable.numpy()
@@ -300,6 +310,7 @@ class OptimizerState(keras.optimizers.Optimizer):
         if self._buffers is None:
             self.start_accumulating()
         self._buffers.load(store)
+        self.moments.load(store)
         super().iterations.assign(store["num_micro_batches"])
         if self._guard is not None:
             for name, variable in self._guard.state().items():

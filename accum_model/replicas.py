@@ -133,6 +133,12 @@ class Replicas:
             return value
         return self.strategy.experimental_local_results(value)[0]
 
+    def local_parts(self, variable: keras.Variable) -> Sequence[tf.Variable]:
+        """The variables of this machine's replicas that make up one."""
+        if not self.are_several:
+            return [variable.value]
+        return self.strategy.experimental_local_results(variable.value)
+
     def variables(self) -> contextlib.AbstractContextManager[Any]:
         """A block in which variables are made that all replicas share."""
         if not self.are_several:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from accum_model import ledger
 from accum_model import update
 from accum_model.accumulator import Gradient
+from accum_model.ledger import global_norm
 from accum_model.micro_batch import MicroBatch
 from accum_model.replicas import Replicas
 
@@ -41,7 +41,17 @@ def apply(
         batch: The micro-batch of the replica, or None where it is not known.
     """
     update.warn_of_missing(gradients, variables)
+    optimizer.moments.absorb()
     present = [j for j, each in enumerate(gradients) if each is not None]
+    if optimizer.counts_rows and batch is not None:
+        optimizer.count_rows().note_micro_batch(
+            gradients,
+            weight,
+            batch.num_rows,
+            update.loss_scale(optimizer),
+            is_sum,
+            batch.noise_sums,
+        )
     factor = weight if is_sum else weight * replicas.count
     replicas.together(
         functools.partial(
@@ -61,28 +71,36 @@ def _apply_all(
     optimizer, replicas, variables, is_sum, numerators, weight, num_rows
 ):
     counts = {"weight": weight}
-    if num_rows is not None:
+    ledger = optimizer.count_rows() if optimizer.counts_rows else None
+    if ledger is not None and num_rows is not None:
         counts["num_rows"] = num_rows
+        if ledger.noise is not None:
+            counts["noise"] = ledger.noise.pending.value
     total = update.totals(replicas, counts)
     divisor = tf.ones_like(total["weight"]) if is_sum else total["weight"]
 
     def mean(numerators):
         means = [_divided(each, divisor) for each in numerators]
         norm = None
-        if optimizer.counts_rows:
+        if ledger is not None:
             scale = update.loss_scale(optimizer)
-            norm = ledger.global_norm(means, 1 if scale is None else scale)
+            norm = global_norm(means, 1 if scale is None else scale)
         return means, norm
 
     def finish():
         means, norm = replicas.on_each(mean, replicas.total(numerators))
-        if optimizer.counts_rows:
-            rows = optimizer.count_rows()
-            rows.note_norm(replicas.first(norm))
-            rows.settle(total["num_rows"])
+        if ledger is not None:
+            ledger.note_norm(replicas.first(norm))
+        if "num_rows" in total:
+            ledger.settle(total["num_rows"])
+        if "noise" in total:
+            ledger.settle_noise(total["noise"], is_sum=is_sum)
         update.apply_inner(optimizer, replicas, means, variables)
+        optimizer.moments.settle()
 
-    tf.cond(total["weight"] > 0, finish, lambda: None)
+    tf.cond(total["weight"] > 0, finish, optimizer.moments.discard)
+    if ledger is not None:
+        replicas.on_each(ledger.forget)
 
 
 def _weighted(gradient, factor):

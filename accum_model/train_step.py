@@ -60,6 +60,7 @@ def run(model: keras.Model, step: Step, cutting: Cutting, data: Any) -> Any:
                 micro_batch.weight_penalty, model
             )
             stack.enter_context(batch.watch(model))
+            stack.enter_context(optimizer.moments.collecting(model))
         return step(data)
 
 
@@ -90,6 +91,7 @@ def compile_into(
         return model.train_function
     optimizer = model.optimizer
     if isinstance(optimizer, AccumOptimizer) and not optimizer.built:
+        optimizer.moments.watch(model)
         if _keras_compat.has_all_variables(model) and model.trainable_weights:
             # A step that makes variables while it is traced is traced twice.
             optimizer.build(model.trainable_variables)

@@ -59,6 +59,7 @@ class Updater:
         weight: tf.Tensor,
         num_rows: tf.Tensor | None,
         num_skipped: tf.Tensor | int = 0,
+        noise_sums: tf.Tensor | None = None,
     ) -> None:
         """Adds a micro-batch to its cycle; updates if that ends with it.
 
@@ -69,8 +70,9 @@ class Updater:
             num_rows: Its rows, scalar, or None where nobody knows.
             num_skipped: How many parts of it were left out because their
                 gradients were not finite.
+            noise_sums: Of its parts, see `RowLedger.note_micro_batch`.
         """
-        guard = self.guard
+        guard, is_finite = self.guard, True
         # A loss scale may change within a cycle: sums are kept without it.
         scale = loss_scale(self._optimizer)
         num_bad = None
@@ -80,6 +82,11 @@ class Updater:
             )
             if num_rows is not None:
                 num_rows = tf.where(is_finite, num_rows, 0)
+        self._moments.absorb(is_finite)
+        if self.ledger is not None and num_rows is not None:
+            self.ledger.note_micro_batch(
+                grads, weight, num_rows, scale, cycle.is_sum, noise_sums
+            )
         factor = weight
         if scale is not None:
             factor = weight / tf.cast(scale, weight.dtype)
@@ -122,6 +129,7 @@ class Updater:
             for cycle in self._buffers.all_cycles():
                 self.guard.count(cycle.num_spoiled)
         self._buffers.reset()
+        self._moments.discard()
 
     def _take_all(self, cycle, grads, weight, factor, num_rows, num_bad):
         """Takes the micro-batches of all replicas."""
@@ -143,6 +151,8 @@ class Updater:
         def collect():
             replicas.on_each(add, grads, weight, factor, num_rows)
             cycle.count()
+            if self._knows_weight_ahead:
+                self._moments.keep_if(cycle.position.value > 0)
 
         tf.cond(
             is_last,
@@ -167,6 +177,8 @@ class Updater:
                 counts["num_bad"] = cycle.num_spoiled.value
             if ledger is not None and num_rows is not None:
                 counts["num_rows"] = ledger.pending(num_rows)
+                if ledger.noise is not None:
+                    counts["noise"] = ledger.noise.pending.value
             if absent:
                 counts["num_with"] = cycle.has_gradient(absent)
             return counts
@@ -175,10 +187,15 @@ class Updater:
 
         def apply():
             self._apply_mean(cycle, grads, factor, absent, total)
+            self._moments.settle()
             if "num_rows" in total:
                 ledger.settle(total["num_rows"])
+            if "noise" in total:
+                calls = cycle.position.value + (0 if is_flush else 1)
+                ledger.settle_noise(total["noise"], calls, cycle.is_sum)
 
         def discard():
+            self._moments.discard()
             if guard is None:
                 return
             if scaling is not None and guard.policy != "skip_micro_batch":
@@ -282,6 +299,10 @@ class Updater:
             if each is not None:
                 each = tf.cast(each, sums[index].dtype)
                 sums[index] -= each * tf.cast(surplus, each.dtype)
+
+    @property
+    def _moments(self):
+        return self._optimizer.moments
 
     @property
     def _scaling(self):

@@ -395,6 +395,42 @@ def test_tensorboard_counts_updates(tmp_path):
     assert list(tmp_path.rglob("events*"))
 
 
+def test_tensorboard_shows_what_is_logged(tmp_path):
+    """https://github.com/Lightning-AI/pytorch-lightning/issues/1923"""
+    model = helpers.functional()
+    model.compile("sgd", "mse")
+    history = model.fit(
+        *helpers.rows(16),
+        batch_size=2,
+        epochs=2,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.TensorBoard(tmp_path),
+            AccumCallback(4, noise_scale=True, verbose=0),
+        ],
+    ).history
+    seen = {}
+    for path in sorted((tmp_path / "train").glob("events*")):
+        for event in tf.compat.v1.train.summary_iterator(str(path)):
+            for value in event.summary.value:
+                if value.tag.startswith("epoch_"):
+                    number = float(tf.make_ndarray(value.tensor))
+                    seen.setdefault(value.tag, {})[event.step] = number
+    assert history["updates"] == [2, 2]
+    for name in (
+        "effective_batch_size",
+        "updates",
+        "gradient_norm",
+        "gradient_noise_scale",
+    ):
+        shown = seen[f"epoch_{name}"]
+        assert list(shown) == [0, 1]
+        # Event files hold float32.
+        np.testing.assert_allclose(
+            list(shown.values()), history[name], rtol=1e-6
+        )
+
+
 def test_own_train_step_that_ignores_the_optimizer_is_an_error():
     class Elsewhere(helpers.subclass_of(keras.Model)):
         def train_step(self, data):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from accum_model import AccumBatchNormalization
 from accum_model import AccumCallback
 from accum_model import AccumModel
 
@@ -183,8 +184,9 @@ def test_size_set_during_fit_stays():
         (lambda: keras.layers.BatchNormalization(name="bn"), True),
         (lambda: keras.layers.BatchNormalization(trainable=False), False),
         (lambda: keras.layers.GroupNormalization(1), False),
+        (lambda: AccumBatchNormalization(), False),
     ],
-    ids=["training", "frozen", "group"],
+    ids=["training", "frozen", "group", "accumulating"],
 )
 @pytest.mark.parametrize(
     ("options", "text"),
@@ -217,5 +219,6 @@ def test_batch_normalisation_warns_once(layer, warns, options, text, recwarn):
     (warning,) = caught
     assert text in str(warning.message)
     assert "['bn']" in str(warning.message)
+    assert "With AccumBatchNormalization instead" in str(warning.message)
     if "micro_batch_size" in options:
         assert history["micro_batch_size"] == [4, 4]

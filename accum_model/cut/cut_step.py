@@ -56,7 +56,7 @@ def run(
     batch = MicroBatch(tf.cast(chunks.num_rows, "int64"))
     task = Task(model, optimizer, chunks, batch, plan)
     scope = batch_scope if by_batch else micro_batch_scope
-    with optimizer.micro_batch(batch):
+    with optimizer.micro_batch(batch), optimizer.moments.collecting(model):
         results = plan.settle(lambda: scope.evaluate(task))
         pair = two_point.find(optimizer)
         if pair is not None:

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from accum_model import accumulator
+from accum_model import noise_scale
 from accum_model import nonfinite
 from accum_model.accumulator import Gradient
 from accum_model.micro_batch import MicroBatch
@@ -29,6 +30,7 @@ class Collector:
         skips_nonfinite: True to leave out micro-batches with a gradient that is
             not finite; the others then stand for them.
         use_xla: True when XLA compiles the step. Defaults to False.
+        measures_noise: True to add up what the gradient noise scale needs.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Collector:
         accum_dtype: str | None,
         skips_nonfinite: bool = False,
         use_xla: bool = False,
+        measures_noise: bool = False,
     ) -> None:
         self._variables = list(variables)
         self._dtypes = [
@@ -44,11 +47,12 @@ class Collector:
         ]
         self._skips = skips_nonfinite
         self._use_xla = use_xla
+        self._measures_noise = measures_noise
         self._has_gradient = [False] * len(self._variables)
 
     def zeros(self) -> Collected:
         """What was collected before the first micro-batch."""
-        return {
+        collected = {
             "sums": [
                 tf.zeros(variable.shape, dtype)
                 for variable, dtype in zip(
@@ -60,6 +64,11 @@ class Collector:
             "num_rows": tf.zeros((), "int64"),
             "num_left_out": tf.zeros((), "int64"),
         }
+        if self._measures_noise:
+            collected["noise_sums"] = tf.zeros(
+                (noise_scale.NUM_SUMS,), "float64"
+            )
+        return collected
 
     def add(
         self,
@@ -67,6 +76,7 @@ class Collector:
         gradients: Sequence[Gradient],
         weight: tf.Tensor | float = 0,
         num_rows: tf.Tensor | int = 0,
+        is_sum: bool = False,
     ) -> Collected:
         """Returns `collected` with one more micro-batch.
 
@@ -75,6 +85,7 @@ class Collector:
             gradients: One per variable, dense, sparse or None.
             weight: Weight of the micro-batch, scalar.
             num_rows: Its rows.
+            is_sum: True when the loss is a sum, and `weight` is one.
         """
         for index, gradient in enumerate(gradients):
             if gradient is not None:
@@ -91,6 +102,12 @@ class Collector:
             after["num_left_out"] += tf.cast(is_left_out, "int64")
             weight = nonfinite.where(is_finite, weight)
             num_rows = nonfinite.where(is_finite, num_rows)
+        if self._measures_noise:
+            share = num_rows if is_sum else weight
+            share = tf.cast(share, "float64")
+            square = noise_scale.square_norm(gradients)
+            square = tf.math.divide_no_nan(square, tf.square(share))
+            after["noise_sums"] += noise_scale.record(square, num_rows, share)
         after["weight"] += weight
         after["num_rows"] += num_rows
         after["sums"] = [
@@ -114,6 +131,8 @@ class Collector:
         weight = collected["weight"]
         batch.weight = tf.ones_like(weight) if batch.is_sum else weight
         gradients = self.gradients(collected)
+        if self._measures_noise:
+            batch.noise_sums = self._noise_sums(collected, batch.is_sum)
         if not self._skips:
             return gradients
         batch.num_rows = collected["num_rows"]
@@ -129,6 +148,13 @@ class Collector:
             None if each is None else each * tf.cast(factor, each.dtype)
             for each in gradients
         ]
+
+    def _noise_sums(self, collected, is_sum):
+        if is_sum:
+            return collected["noise_sums"]
+        # Gradients were those of shares in the loss of the whole batch.
+        total = collected["weight"] + collected["weight_left_out"]
+        return noise_scale.multiplied(collected["noise_sums"], tf.square(total))
 
     def gradients(self, collected: Collected) -> list[Gradient]:
         """The sums, or None where no micro-batch had a gradient."""

@@ -32,11 +32,14 @@ def evaluate(task: Task) -> Evaluation:
     variables = model.trainable_variables
     loss_metrics = task.loss_metrics()
     denominators = Denominators(task)
+    skips = optimizer.nonfinite == "skip_micro_batch"
     collected = gradient_sum.Collector(
         variables,
         optimizer.accum_dtype,
-        skips_nonfinite=optimizer.nonfinite == "skip_micro_batch",
+        skips_nonfinite=skips,
         use_xla=task.chunks.use_xla,
+        # The gradient at a second point is another one.
+        measures_noise=optimizer.estimates_noise and task.is_measured,
     )
 
     def body(index, data, num_rows, carry):
@@ -68,6 +71,17 @@ def evaluate(task: Task) -> Evaluation:
         plan.note_assigned(scope)
         gradients = tape.gradient(scaled, variables)
         task.batch.take_part(batch)
+        after = collected.add(
+            carry["collected"], gradients, batch.weight, num_rows, batch.is_sum
+        )
+        state = scope.values_of(plan.state)
+        if skips:
+            is_left_out = (
+                after["num_left_out"] > carry["collected"]["num_left_out"]
+            )
+            state = optimizer.moments.unless(
+                is_left_out, plan.state, carry["state"], state
+            )
         output_losses = [
             total + _shown(caught[j] * tf.cast(share, caught[j].dtype), share)
             if j in caught
@@ -77,10 +91,8 @@ def evaluate(task: Task) -> Evaluation:
         return {
             "loss": carry["loss"] + _shown(loss, share),
             "output_losses": output_losses,
-            "collected": collected.add(
-                carry["collected"], gradients, batch.weight, num_rows
-            ),
-            "state": scope.values_of(plan.state),
+            "collected": after,
+            "state": state,
         }, kept
 
     zero = tf.zeros((), "float64")

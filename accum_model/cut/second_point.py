@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from accum_model import noise_scale
 from accum_model import update
 from accum_model.cut import cut_checks
 from accum_model.cut.evaluation import Evaluation
@@ -33,6 +34,10 @@ def evaluate(
     variables = task.model.trainable_variables
     scale = update.loss_scale(task.optimizer)
     gradients = _dense(first.gradients, variables)
+    if task.batch.noise_sums is not None:
+        task.batch.noise_sums = noise_scale.with_update(
+            task.batch.noise_sums, noise_scale.square_norm(gradients)
+        )
     unscaled = gradients
     if scale is not None:
         unscaled = [each / tf.cast(scale, each.dtype) for each in gradients]
