@@ -13,6 +13,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from accum_model import data_rows
+from accum_model import shadow
+
 Step = Callable[[Any], Any]
 
 
@@ -32,8 +35,22 @@ def make(model: keras.Model, step: Step) -> Callable[[Any], Any]:
     """
     strategy = model.distribute_strategy
 
+    def run_one(data):
+        num_rows = data_rows.num_rows(data)
+
+        def compute_loss(compute_loss, *args, **kwargs):
+            loss = compute_loss(*args, **kwargs)
+            # A mean over no rows is no number, and would be shown. Where Keras
+            # knows that there are none, it returns the losses of no rows.
+            if loss.shape.num_elements() == 0:
+                loss = tf.reduce_sum(loss)
+            return tf.where(num_rows > 0, loss, tf.zeros_like(loss))
+
+        with shadow.method(model, "compute_loss", compute_loss):
+            return step(data)
+
     def run(data):
-        outputs = strategy.run(step, args=(data,))
+        outputs = strategy.run(run_one, args=(data,))
         return keras.tree.map_structure(
             lambda each: strategy.experimental_local_results(each)[0], outputs
         )
