@@ -120,7 +120,7 @@ class PooledMoments:
         """
         each = self._find(layer)
         if each.pooled is None:
-            self._replicas.together(lambda: self._add_sums(each))
+            self._add_sums(each)
         dtype = each.staged.dtype
         mean = tf.cast(mean, dtype)
         count = tf.fill(tf.shape(mean), tf.cast(count, dtype))
@@ -250,6 +250,9 @@ class PooledMoments:
         return self._sums[-1]
 
     def _add_sums(self, each):
+        self._replicas.together(lambda: self._add_sums_once(each))
+
+    def _add_sums_once(self, each):
         variable = each.layer.moving_mean
         is_double = keras.backend.standardize_dtype(variable.dtype) == "float64"
         shape = (3, *variable.shape)

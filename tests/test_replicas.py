@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from accum_model import SAM
+from accum_model import AccumBatchNormalization
 from accum_model import AccumCallback
 from accum_model import AccumModel
 from accum_model import AccumOptimizer
@@ -400,6 +401,52 @@ def test_mixed_precision():
     make = wrapped(net, accum_steps=3)
     model = replicas.fitted(make, sgd, (X, Y), 4, replicas.mirrored(2))
     assert_equal(model, large, 2e-3)
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2])
+def test_noise_scale_takes_replicas_for_micro_batches(accum_steps):
+    """The halves of a batch of 8, on two replicas or one after the other."""
+    data = helpers.rows(32)
+
+    def logs(batch_size, accum_steps, strategy=None):
+        callbacks = [AccumCallback(accum_steps, noise_scale=True, verbose=0)]
+        model = replicas.fitted(
+            net, sgd, data, batch_size, strategy, callbacks=callbacks
+        )
+        return model.history.history
+
+    one = logs(4, 2 * accum_steps)
+    two = logs(8, accum_steps, replicas.mirrored(2))
+    for name in ("gradient_noise_scale", "gradient_norm"):
+        np.testing.assert_allclose(two[name], one[name], rtol=1e-10)
+
+
+@pytest.mark.parametrize("accum_steps", [1, 3])
+def test_moving_statistics_are_of_the_rows_of_all(accum_steps):
+    def make(layer):
+        inputs = keras.Input((5,))
+        return keras.Model(inputs, keras.layers.Dense(2)(layer()(inputs)))
+
+    # 10 rows in batches of 4: the last one has a row on each replica.
+    data = X[:10] + 1000.0, Y[:10]
+    num_rows = 10 if accum_steps == 3 else 4
+    plain = replicas.fitted(
+        lambda: make(keras.layers.BatchNormalization),
+        lambda: keras.optimizers.SGD(0.0),
+        data,
+        num_rows,
+    )
+    strategy = replicas.mirrored(2)
+    model = replicas.fitted(
+        lambda: AccumModel.wrap(
+            make(AccumBatchNormalization), accum_steps=accum_steps
+        ),
+        lambda: keras.optimizers.SGD(0.0),
+        data,
+        4,
+        strategy,
+    )
+    assert_equal(model, plain, 1e-9)
 
 
 def test_a_search_for_a_size_is_refused():
