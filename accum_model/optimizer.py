@@ -20,11 +20,11 @@ import tensorflow as tf
 
 from accum_model import call_checks
 from accum_model import checks
+from accum_model import inner_update
 from accum_model import ledger
 from accum_model import micro_batch
 from accum_model import optimizer_state
 from accum_model import single_update
-from accum_model import update
 from accum_model.accumulator import Gradient
 from accum_model.micro_batch import MicroBatch
 
@@ -136,7 +136,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             self._apply_at_once(grads, trainable_variables, weight)
             return
 
-        update.warn_of_missing(grads, trainable_variables)
+        inner_update.warn_of_missing(grads, trainable_variables)
         cycle = self._buffers.cycle_of(trainable_variables)
         batch = micro_batch.present(self)
         weight, cycle.is_sum = self._weigh(batch, weight, cycle.weight_dtype)
@@ -228,7 +228,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             return
         if self._ledger is not None:
             present = [gradient for gradient in grads if gradient is not None]
-            scale = update.loss_scale(self)
+            scale = inner_update.loss_scale(self)
             self._ledger.note_norm(
                 ledger.global_norm(present, 1 if scale is None else scale)
             )

@@ -15,6 +15,7 @@ import tensorflow as tf
 from accum_model import buffers
 from accum_model import call_checks
 from accum_model import checks
+from accum_model import inner_update
 from accum_model import ledger
 from accum_model import nonfinite as nonfinite_module
 from accum_model import optimizer_chain
@@ -261,7 +262,7 @@ class OptimizerState(keras.optimizers.Optimizer):
                 self.accum_dtype,
             )
             policy = self.nonfinite
-            if policy is None and update.loss_scaling(self) is not None:
+            if policy is None and inner_update.loss_scaling(self) is not None:
                 policy = "skip_update"
             guard = policy and nonfinite_module.Guard(policy, self.add_variable)
             self._updater = update.Updater(self, self._buffers, guard)

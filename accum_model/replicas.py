@@ -11,6 +11,7 @@ With one replica every method calls or returns what it is given.
 import contextlib
 import contextvars
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,6 +99,18 @@ class Replicas:
         return self.strategy.extended.batch_reduce_to(
             tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
         )
+
+    def totals(self, counts: Mapping[str, Value]) -> dict[str, tf.Tensor]:
+        """Sums of the replicas' counts, float64: one exchange.
+
+        In cross-replica context.
+        """
+        values = self.on_each(
+            lambda counts: [tf.cast(each, "float64") for each in counts],
+            list(counts.values()),
+        )
+        sums = [self.first(each) for each in self.total(values)]
+        return dict(zip(counts, sums, strict=True))
 
     def of_large_batch(
         self, gradients: Sequence[tf.Tensor], weight: tf.Tensor

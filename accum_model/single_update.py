@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from accum_model import update
+from accum_model import inner_update
 from accum_model.accumulator import Gradient
 from accum_model.ledger import global_norm
 from accum_model.micro_batch import MicroBatch
@@ -40,7 +40,7 @@ def apply(
         is_sum: True when the loss is not divided.
         batch: The micro-batch of the replica, or None where it is not known.
     """
-    update.warn_of_missing(gradients, variables)
+    inner_update.warn_of_missing(gradients, variables)
     optimizer.moments.absorb()
     present = [j for j, each in enumerate(gradients) if each is not None]
     if optimizer.counts_rows and batch is not None:
@@ -48,7 +48,7 @@ def apply(
             gradients,
             weight,
             batch.num_rows,
-            update.loss_scale(optimizer),
+            inner_update.loss_scale(optimizer),
             is_sum,
             batch.noise_sums,
         )
@@ -76,14 +76,14 @@ def _apply_all(
         counts["num_rows"] = num_rows
         if ledger.noise is not None:
             counts["noise"] = ledger.noise.pending.value
-    total = update.totals(replicas, counts)
+    total = replicas.totals(counts)
     divisor = tf.ones_like(total["weight"]) if is_sum else total["weight"]
 
     def mean(numerators):
         means = [_divided(each, divisor) for each in numerators]
         norm = None
         if ledger is not None:
-            scale = update.loss_scale(optimizer)
+            scale = inner_update.loss_scale(optimizer)
             norm = global_norm(means, 1 if scale is None else scale)
         return means, norm
 
@@ -95,7 +95,7 @@ def _apply_all(
             ledger.settle(total["num_rows"])
         if "noise" in total:
             ledger.settle_noise(total["noise"], is_sum=is_sum)
-        update.apply_inner(optimizer, replicas, means, variables)
+        inner_update.apply(optimizer, replicas, means, variables)
         optimizer.moments.settle()
 
     tf.cond(total["weight"] > 0, finish, optimizer.moments.discard)

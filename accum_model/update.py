@@ -1,29 +1,21 @@
-"""From micro-batches to updates: the mean of a cycle, applied at its end.
-
-Also what is said about variables that have no gradient.
-"""
+"""From micro-batches to updates: the mean of a cycle, applied at its end."""
 
 import functools
-import warnings
-from collections.abc import Mapping
 from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
-from accum_model import _keras_compat
 from accum_model import checks
+from accum_model import inner_update
 from accum_model import ledger
 from accum_model import nonfinite
-from accum_model import optimizer_chain
 from accum_model.accumulator import Accumulator
 from accum_model.accumulator import Gradient
 from accum_model.buffers import Buffers
 from accum_model.buffers import concrete
 from accum_model.ledger import RowLedger
 from accum_model.nonfinite import Guard
-from accum_model.replicas import Replicas
-from accum_model.replicas import Value
 
 
 class Updater:
@@ -74,7 +66,7 @@ class Updater:
         """
         guard, is_finite = self.guard, True
         # A loss scale may change within a cycle: sums are kept without it.
-        scale = loss_scale(self._optimizer)
+        scale = inner_update.loss_scale(self._optimizer)
         num_bad = None
         if guard is not None:
             grads, weight, is_finite, num_bad = guard.select(
@@ -183,7 +175,7 @@ class Updater:
                 counts["num_with"] = cycle.has_gradient(absent)
             return counts
 
-        total = totals(replicas, replicas.on_each(count, weight, num_rows))
+        total = replicas.totals(replicas.on_each(count, weight, num_rows))
 
         def apply():
             self._apply_mean(cycle, grads, factor, absent, total)
@@ -243,7 +235,7 @@ class Updater:
             if self.ledger is not None:
                 self.ledger.note_norm(replicas.first(norm))
             variables = [cycle.variables[j] for j in indices]
-            apply_inner(self._optimizer, replicas, means, variables)
+            inner_update.apply(self._optimizer, replicas, means, variables)
 
         if not absent:
             apply_to(present)
@@ -279,7 +271,7 @@ class Updater:
             means = checks.transformed(
                 transform(list(means), variables), means, transform
             )
-        scale = loss_scale(self._optimizer)
+        scale = inner_update.loss_scale(self._optimizer)
         if scale is not None:
             means = [mean * tf.cast(scale, mean.dtype) for mean in means]
         return means, norm
@@ -306,79 +298,4 @@ class Updater:
 
     @property
     def _scaling(self):
-        return loss_scaling(self._optimizer)
-
-
-def totals(
-    replicas: Replicas, counts: Mapping[str, Value]
-) -> dict[str, tf.Tensor]:
-    """Sums over replicas of counts, in one exchange; float64."""
-    values = replicas.on_each(
-        lambda counts: [tf.cast(each, "float64") for each in counts],
-        list(counts.values()),
-    )
-    sums = [replicas.first(each) for each in replicas.total(values)]
-    return dict(zip(counts, sums, strict=True))
-
-
-def apply_inner(
-    optimizer: keras.optimizers.Optimizer,
-    replicas: Replicas,
-    gradients: Sequence[Value],
-    variables: Sequence[keras.Variable],
-) -> None:
-    """Has the inner optimizer apply gradients that are those of all replicas.
-
-    In cross-replica context.
-    """
-    inner = optimizer.inner_optimizer
-    if not replicas.are_several:
-        inner.apply(gradients, variables)
-        return
-    mover = optimizer_chain.innermost(inner)
-    with _keras_compat.without_reduction(mover):
-        replicas.on_each(lambda own: inner.apply(own, variables), gradients)
-
-
-def loss_scaling(
-    optimizer: keras.optimizers.Optimizer,
-) -> keras.optimizers.LossScaleOptimizer | None:
-    """The optimizer inside `optimizer` that scales the loss, or None."""
-    return optimizer_chain.find(optimizer, keras.optimizers.LossScaleOptimizer)
-
-
-def loss_scale(
-    optimizer: keras.optimizers.Optimizer,
-) -> tf.Tensor | float | None:
-    """What the inner optimizer of `optimizer` multiplies the loss by, if so."""
-    scaling = loss_scaling(optimizer)
-    if scaling is not None:
-        return scaling.dynamic_scale.value
-    return optimizer.inner_optimizer.loss_scale_factor
-
-
-def warn_of_missing(
-    grads: Sequence[Gradient], variables: Sequence[keras.Variable]
-) -> None:
-    """Says about missing gradients what Keras says.
-
-    Raises:
-        ValueError: If every gradient is missing.
-    """
-    missing = [
-        getattr(variable, "path", variable.name)
-        for gradient, variable in zip(grads, variables, strict=True)
-        if gradient is None
-    ]
-    if len(missing) == len(variables):
-        raise ValueError(
-            "No gradients provided for any variable. Received: a gradient of "
-            f"None for each of {missing}. Check that the loss depends on them."
-        )
-    if missing:
-        warnings.warn(
-            f"Gradients do not exist for variables {missing} when minimizing "
-            "the loss. If using `model.compile()`, did you forget to provide a "
-            "`loss` argument?",
-            stacklevel=3,
-        )
+        return inner_update.loss_scaling(self._optimizer)

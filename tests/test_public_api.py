@@ -98,6 +98,7 @@ def test_imports_go_only_downward():
         "nonfinite",
         "buffers",
         "pooled_moments",
+        "inner_update",
         "update",
         "single_update",
         "cycle_state",

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from accum_model import inner_update
 from accum_model import noise_scale
-from accum_model import update
 from accum_model.cut import cut_checks
 from accum_model.cut.evaluation import Evaluation
 from accum_model.cut.evaluation import Task
@@ -32,7 +32,7 @@ def evaluate(
         first: The evaluation at the weights.
     """
     variables = task.model.trainable_variables
-    scale = update.loss_scale(task.optimizer)
+    scale = inner_update.loss_scale(task.optimizer)
     gradients = _dense(first.gradients, variables)
     if task.batch.noise_sums is not None:
         task.batch.noise_sums = noise_scale.with_update(
