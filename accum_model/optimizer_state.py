@@ -242,12 +242,18 @@ class OptimizerState(keras.optimizers.Optimizer):
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Makes the inner optimizer's variables, and the buffers."""
         variables = list(variables)
-        with tf.init_scope(), Replicas.of(variables).variables():
-            if not self.inner_optimizer.built:
-                self.inner_optimizer.build(variables)
-            super().build(variables)
-            if self.is_accumulating:
-                self._add_buffers()
+        replicas = Replicas.of(variables)
+
+        def build():
+            with tf.init_scope(), replicas.variables():
+                if not self.inner_optimizer.built:
+                    self.inner_optimizer.build(variables)
+                super(OptimizerState, self).build(variables)
+                if self.is_accumulating:
+                    self._add_buffers()
+
+        # A loop of one's own may build it in the first step of the replicas.
+        replicas.together(build)
 
     def _add_buffers(self):
         replicas = self.replicas

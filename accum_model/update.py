@@ -1,7 +1,9 @@
 """From micro-batches to updates: the mean of a cycle, applied at its end."""
 
 import functools
+from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -43,6 +45,7 @@ class Updater:
         self._replicas = buffers.replicas
         self.guard = guard
         self.ledger: RowLedger | None = None
+        self._flushes: dict[tuple[Any, ...], Callable[[], None]] = {}
 
     def take(
         self,
@@ -98,22 +101,28 @@ class Updater:
         """Updates with what a partial cycle has collected, if anything."""
         if tf.executing_eagerly() and concrete(cycle.position) == 0:
             return
+        if self._replicas.are_several:
+            self._compiled_flush(cycle)()
+        else:
+            self._flush(cycle)
+
+    def _flush(self, cycle):
         nothing = [None] * len(cycle.variables)
         zero = tf.zeros((), cycle.weight_dtype)
         rows = tf.zeros((), "int64")
+        finish = functools.partial(self._finish, cycle, is_flush=True)
+        self._replicas.together(finish, nothing, zero, zero, rows)
 
-        def flush():
-            self._replicas.together(
-                functools.partial(self._finish, cycle, is_flush=True),
-                nothing,
-                zero,
-                zero,
-                rows,
+    def _compiled_flush(self, cycle):
+        """As a graph, because replicas are slow without; traced once."""
+        noise = None if self.ledger is None else self.ledger.noise
+        parts = (cycle, self.ledger, noise, self._optimizer.inner_optimizer)
+        key = (cycle.is_sum, *map(id, parts))
+        if key not in self._flushes:
+            self._flushes[key] = tf.function(
+                functools.partial(self._flush, cycle), autograph=False
             )
-
-        if self._replicas.are_several:
-            flush = tf.function(flush, autograph=False)
-        flush()
+        return self._flushes[key]
 
     def reset(self) -> None:
         """Discards what has been collected."""

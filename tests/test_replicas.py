@@ -1,5 +1,7 @@
 """Several replicas against plain Keras on one device, same global batches."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -306,6 +308,38 @@ def test_optimizer_in_a_train_step_of_ones_own():
         replicas.mirrored(2),
     )
     assert_equal(model, replicas.fitted(make, clipped_sgd, data, 8))
+
+
+def test_optimizer_in_a_loop_of_ones_own():
+    """Built by its first call, on replicas; a loss divided by all rows."""
+    strategy = replicas.mirrored(2)
+
+    def trained(scope, num_replicas, optimizer):
+        with scope:
+            variable = keras.Variable(np.ones((5, 2)), aggregation="mean")
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                error = tf.matmul(x, tf.convert_to_tensor(variable)) - y
+                loss = tf.reduce_mean(error**2) / num_replicas
+            gradients = tape.gradient(loss, [variable.value])
+            optimizer.apply(gradients, [variable])
+
+        return variable, step
+
+    variable, step = trained(
+        strategy.scope(), 2, AccumOptimizer(clipped_sgd(), 2)
+    )
+    run = tf.function(lambda batch: strategy.run(step, args=batch))
+    batches = tf.data.Dataset.from_tensor_slices((X[:16], Y[:16])).batch(4)
+    for batch in strategy.experimental_distribute_dataset(batches):
+        run(batch)
+    large, step = trained(contextlib.nullcontext(), 1, clipped_sgd())
+    for rows in (slice(0, 8), slice(8, 16)):
+        step(X[rows], Y[rows])
+    np.testing.assert_allclose(
+        variable.numpy(), large.numpy(), rtol=0, atol=helpers.EXACT
+    )
 
 
 def test_sums_stay_on_their_replica():
