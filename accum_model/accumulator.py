@@ -17,6 +17,9 @@ import tensorflow as tf
 
 from accum_model.replicas import Replicas
 
+# Of a cycle's saved state: what is made only where somebody looks.
+OPTIONAL = ("missing_weight", "num_spoiled")
+
 Gradient = tf.Tensor | tf.IndexedSlices | None
 
 

@@ -164,6 +164,9 @@ class Buffers:
                 value = file_checks.saved_value(values, prefix + name, variable)
                 plan.append((variable, value))
             for name, variable in cycle.local_state().items():
+                is_optional = name in accumulator.OPTIONAL
+                if is_optional and prefix + name not in values:
+                    continue  # Nobody had looked when it was written: zero.
                 value = file_checks.saved_value(values, prefix + name, variable)
                 local_plan.append((variable, value))
             number += 1

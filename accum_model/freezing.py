@@ -14,10 +14,17 @@ from accum_model import _keras_compat
 
 
 class _Trained(NamedTuple):
-    """What a model was trained with: by whose `compile`, and the weights."""
+    """What a model was trained with: by whose `compile`, and the weights.
+
+    Attributes:
+        compile_record: See `_keras_compat.compile_record`.
+        paths: Paths of the trainable weights, by id.
+        known: Ids of all weights that existed; others were made since.
+    """
 
     compile_record: weakref.ref[object]
     paths: dict[int, str]
+    known: set[int]
 
 
 _trained: weakref.WeakKeyDictionary[keras.Model, _Trained] = (
@@ -35,12 +42,14 @@ def warn_of_change(model: keras.Model) -> None:
         return
     paths = {id(each): each.path for each in model.trainable_variables}
     before = _trained.get(model)
-    _trained[model] = _Trained(weakref.ref(record), paths)
+    known = {id(each) for each in model.variables}
+    _trained[model] = _Trained(weakref.ref(record), paths, known)
     if before is None or before.compile_record() is not record:
         return
     changed = [
         {**before.paths, **paths}[key]
         for key in before.paths.keys() ^ paths.keys()
+        if key in before.known
     ]
     if changed:
         warnings.warn(

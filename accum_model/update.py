@@ -134,8 +134,9 @@ class Updater:
 
     def _take_all(self, cycle, grads, weight, factor, num_rows, num_bad):
         """Takes the micro-batches of all replicas."""
-        replicas, scaling = self._replicas, self._scaling
-        if scaling is not None and self.guard.policy == "skip_micro_batch":
+        replicas, guard, scaling = self._replicas, self.guard, self._scaling
+        skips = guard is not None and guard.policy == "skip_micro_batch"
+        if skips and scaling is not None:
             (has_bad,) = replicas.total([num_bad])
             nonfinite.lower_loss_scale(scaling, replicas.first(has_bad) > 0)
         is_last = cycle.ends_cycle()

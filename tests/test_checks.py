@@ -255,30 +255,6 @@ def test_another_keras_backend_is_refused_at_import(backend, code):
     assert "KERAS_BACKEND=tensorflow" in result.stderr
 
 
-def test_several_replicas_are_refused_for_now():
-    code = """
-import keras, tensorflow as tf
-cpus = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(
-    cpus[0], [tf.config.LogicalDeviceConfiguration()] * 2)
-from accum_model import AccumOptimizer
-with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-    optimizer = AccumOptimizer("sgd", 2)
-    try:
-        optimizer.build([keras.Variable([1.0])])
-    except ValueError as error:
-        print(error)
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert "needs one replica" in result.stdout, result.stderr
-    assert "MirroredStrategy with 2 replicas" in result.stdout
-
-
 def test_data_without_rows_is_refused():
     model = AccumModel.wrap(helpers.functional(), 2)
     model.compile("sgd", "mse", run_eagerly=True)

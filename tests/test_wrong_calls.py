@@ -15,6 +15,7 @@ import pytest
 
 import accum_model
 from accum_model import SAM
+from accum_model import AccumBatchNormalization
 from accum_model import AccumCallback
 from accum_model import AccumModel
 from accum_model import AccumOptimizer
@@ -561,6 +562,11 @@ CALLS = {
     "RAdam threshold": (lambda w: RAdam(sma_threshold=3), V, "sma_threshold"),
     "Ranger period": (lambda w: Ranger(sync_period=2.5), V, "sync_period"),
     "Ranger share": (lambda w: Ranger(slow_step_size=0), V, "slow_step_size"),
+    "Normalisation renorm": (
+        lambda w: AccumBatchNormalization(renorm=True),
+        V,
+        "renorm",
+    ),
     "SAM rate first": (lambda w: SAM(0.1), T, "inner_optimizer"),
     "SAM rho": (lambda w: SAM("sgd", rho=0), V, "rho"),
     "SAM steps": (

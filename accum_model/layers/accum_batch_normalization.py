@@ -57,14 +57,14 @@ class AccumBatchNormalization(keras.layers.BatchNormalization):
     pools_moments = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if getattr(self, "renorm", False):
+        if kwargs.get("renorm"):
             raise ValueError(
                 "`renorm` must be False because batch renormalisation corrects "
                 "each micro-batch by statistics that are to stand still. "
                 "Received: renorm=True (of type bool). Leave it out, or take "
                 "keras.layers.BatchNormalization."
             )
+        super().__init__(*args, **kwargs)
 
     def call(
         self, inputs: Any, training: bool | None = None, mask: Any = None

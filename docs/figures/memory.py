@@ -7,9 +7,9 @@ import drawing
 
 NUMBERS = drawing.FOLDER / "memory.json"
 LINES = {
-    "plain Keras, uncut": ("plain Keras", drawing.ORANGE, "o-"),
-    "accum_model, cut": ("micro_batch_size=8", drawing.BLUE, "s-"),
-    "accum_model, cut, batch loss": (
+    "plain Keras, large batch": ("plain Keras", drawing.ORANGE, "o-"),
+    "in one step": ("micro_batch_size=8", drawing.BLUE, "s-"),
+    "in one step, batch loss": (
         'with loss_scope="batch"',
         drawing.GREEN,
         "x--",
