@@ -143,13 +143,14 @@ def without_reduction(
     )
 
 
-def building_on_machines(
+def building_on_replicas(
     model: keras.Model,
 ) -> contextlib.AbstractContextManager[None]:
-    """A block in which Keras can build `model` where it trains on several.
+    """A block in which Keras can build `model` where several replicas train.
 
-    Keras reduces a batch that is one value on each machine, and fails. One of
-    them is enough to build from. Public report: keras-team/keras#20582.
+    Keras adds up the replicas' first batches, and fails where they differ in
+    their rows or are on several machines. One of them is enough to build from.
+    Public report: keras-team/keras#20582.
     """
     strategy = model.distribute_strategy
 

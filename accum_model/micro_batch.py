@@ -149,6 +149,10 @@ class MicroBatch:
             self.weight = tf.ones((), "float32")
             self._loss = loss
             self._added = added_losses(model)
+            num_replicas = model.distribute_strategy.num_replicas_in_sync
+            if num_replicas > 1:
+                # As they are in `loss`: Keras divides them, but no sum.
+                self._added = [each / num_replicas for each in self._added]
         elif terms:
             denominator = terms[0].denominator()
             if denominator is not None:

@@ -382,8 +382,8 @@ class AccumModel(keras.Model):
         return logs
 
     def _building(self):
-        if distributed_step.are_needed(self.distribute_strategy):
-            return _keras_compat.building_on_machines(self)
+        if self.distribute_strategy.num_replicas_in_sync > 1:
+            return _keras_compat.building_on_replicas(self)
         return contextlib.nullcontext()
 
     # Saving.

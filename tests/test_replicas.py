@@ -227,6 +227,44 @@ def test_second_point_is_that_of_the_large_batch(optimizer):
     assert_equal(two, one)
 
 
+class Penalty(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(keras.ops.mean(inputs**2))
+        return inputs
+
+
+def test_added_loss_beside_a_sum_counts_once():
+    def make():
+        inputs = keras.Input((5,))
+        outputs = Penalty()(keras.layers.Dense(2)(inputs))
+        return keras.Model(inputs, outputs)
+
+    def loss():
+        return keras.losses.MeanSquaredError(reduction="sum")
+
+    def small_sgd():
+        return keras.optimizers.SGD(2.0**-10)
+
+    data = helpers.rows(24)
+    model = replicas.fitted(
+        wrapped(make, accum_steps=3),
+        small_sgd,
+        data,
+        8,
+        replicas.mirrored(2),
+        loss=loss,
+    )
+    assert_equal(model, replicas.fitted(make, small_sgd, data, 24, loss=loss))
+
+
+def test_first_batch_may_be_uneven():
+    """Keras itself fails: it adds up the replicas' first batches."""
+    data = X[:7], Y[:7]
+    make = wrapped(net, accum_steps=1)
+    model = replicas.fitted(make, sgd, data, 7, replicas.mirrored(2))
+    assert_equal(model, replicas.fitted(net, sgd, data, 7))
+
+
 @pytest.mark.slow
 def test_scalar_loss_is_a_mean_over_replicas():
     """Keras does not divide a loss that is one number by the replicas."""
