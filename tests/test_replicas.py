@@ -458,6 +458,8 @@ def test_resumes_in_mid_cycle(tmp_path, num_replicas):
         resumed.optimizer.build(resumed.trainable_variables)
     resumed.load_weights(path)
     assert resumed.optimizer.cycle_position == 2
+    if num_replicas:
+        replicas.assert_copies_are_equal(resumed, strategy)
     for each in (model, resumed):
         each.fit(X[12:], Y[12:], batch_size=4, shuffle=False, verbose=0)
     assert_equal(resumed, model)
