@@ -8,6 +8,7 @@ ADDRESSES = ["127.0.0.1:12345", "127.0.0.1:12346"]
 
 
 def main(index, addresses):
+    """Trains on the rows of worker `index`, together with the others."""
     os.environ["TF_CONFIG"] = json.dumps(
         {
             "cluster": {"worker": addresses},
