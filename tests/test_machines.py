@@ -108,12 +108,21 @@ def test_workers_are_one_device(tmp_path, number):
             if shows_sums_over_replicas():
                 for key in ("loss", "mae", "val_loss", "val_mae"):
                     np.testing.assert_allclose(
-                        ours[key], logs[key], rtol=0, atol=helpers.EXACT
+                        ours[key],
+                        logs[key],
+                        rtol=shown_precision(key, number),
+                        atol=helpers.EXACT,
                     )
     # Saved by the chief, it is an ordinary file.
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert loaded.accum_steps == 3
     assert_equal(loaded.get_weights(), one_device(3)[0])
+
+
+def shown_precision(key, num_replicas):
+    """Keras multiplies losses by one third, say, as rounded to float32."""
+    is_rounded = float(np.float32(1 / num_replicas)) != 1 / num_replicas
+    return 1e-7 if is_rounded and "loss" in key else 0
 
 
 def shows_sums_over_replicas():

@@ -34,7 +34,7 @@ def num_objects():
     not pathlib.Path("/proc/self/statm").exists(), reason="needs /proc"
 )
 @pytest.mark.parametrize(
-    "way, num_steps", [("wrap", 20_000), ("callback", 4_000)]
+    "way, num_steps", [("wrap", 20_000), ("callback", 1_000)]
 )
 def test_many_steps_leave_memory_as_it_was(way, num_steps):
     """Many steps, epochs and fits, half of them to warm up."""
