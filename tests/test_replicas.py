@@ -285,6 +285,28 @@ def test_scalar_loss_is_a_mean_over_replicas():
     assert_equal(model, large)
 
 
+@pytest.mark.parametrize("begins_eagerly", [True, False])
+def test_sparse_sums_pass_between_eager_and_graph(begins_eagerly):
+    """horovod/horovod#2806: both branches have one structure."""
+    data = TOKENS[:16], Y[:16]
+    strategy = replicas.mirrored(2)
+    model = replicas.fitted(
+        wrapped(bag, accum_steps=2),
+        sgd,
+        data,
+        4,
+        strategy,
+        compile_kwargs={"run_eagerly": begins_eagerly},
+    )
+    large = replicas.fitted(bag, sgd, data, 8)
+    model.run_eagerly = not begins_eagerly
+    model.make_train_function(force=True)
+    for each, batch_size in ((model, 4), (large, 8)):
+        each.fit(*data, batch_size=batch_size, shuffle=False, verbose=0)
+    assert_equal(model, large)
+    replicas.assert_copies_are_equal(model, strategy)
+
+
 def test_callback_on_a_plain_model():
     """keras-team/keras#17429."""
     callbacks = [AccumCallback(accum_steps=3)]
