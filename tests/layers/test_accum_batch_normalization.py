@@ -437,9 +437,5 @@ def test_network_of_keras_applications_is_swapped():
 
 
 def test_renorm_is_refused():
-    try:
-        keras.layers.BatchNormalization(renorm=True)
-    except (TypeError, ValueError):
-        pytest.skip("this release of Keras has no renorm")
     with pytest.raises(ValueError, match="`renorm` must be False because"):
         AccumBatchNormalization(renorm=True)
