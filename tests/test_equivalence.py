@@ -54,8 +54,16 @@ def test_every_way_and_every_accum_steps_equals_large_batch(name, accum_steps):
     check_every_way(name, {}, accum_steps)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 5])
-@pytest.mark.parametrize("way", ["wrap", "subclass", "callback", "optimizer"])
+@pytest.mark.parametrize(
+    "way, steps_per_execution",
+    [
+        ("wrap", 1),
+        ("wrap", 5),
+        ("subclass", 5),
+        ("callback", 5),
+        ("optimizer", 1),
+    ],
+)
 def test_modes_and_steps_per_execution_agree(way, mode, steps_per_execution):
     """https://github.com/keras-team/keras/issues/17589"""
     data = helpers.rows(40)  # 10 batches of 4, the last cycle has one.

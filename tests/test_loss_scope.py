@@ -191,11 +191,10 @@ def test_ordinary_losses_equal_the_uncut_batch_too(name):
 def test_ordinary_losses_equal_the_uncut_batch_when_compiled(name, mode_name):
     case = cutting.CASES[name]
     plain = cutting.fit_plain(case)
-    for size in (3, 16):
-        ours = cutting.fit_cut(
-            case, size, "batch", mode={"jit_compile": mode_name == "xla"}
-        )
-        cutting.assert_same(ours, plain, case.tolerance)
+    ours = cutting.fit_cut(
+        case, 3, "batch", mode={"jit_compile": mode_name == "xla"}
+    )
+    cutting.assert_same(ours, plain, case.tolerance)
 
 
 @MODES
