@@ -70,9 +70,9 @@ class Accumulator:
         self.is_sum: bool | None = None
         self._num_spoiled: keras.Variable | None = None
 
-    def ends_cycle(self) -> tf.Tensor:
-        """True when the next micro-batch is the last one of the cycle."""
-        return self.position.value + 1 >= self.cycle_length.value
+    def is_over(self) -> tf.Tensor:
+        """True when the last micro-batch of the cycle was counted."""
+        return self.position.value >= self.cycle_length.value
 
     def accumulate(
         self,
@@ -105,49 +105,31 @@ class Accumulator:
         self.weight_sum.value.assign_add(weight)
 
     def count(self) -> None:
-        """Counts a micro-batch.
+        """Counts a micro-batch."""
+        self.position.value.assign_add(1)
 
-        A cycle whose weights are all zero has nothing to apply and starts over
-        here, with sums that are zero.
+    def start_over(self) -> None:
+        """Starts a cycle of the same length if this one is over.
+
+        For a cycle whose weights are all zero: it has nothing to apply, and
+        its sums are zero.
         """
         self.position.value.assign(
-            (self.position.value + 1) % self.cycle_length.value
+            self.position.value % self.cycle_length.value
         )
 
-    def numerators(
-        self,
-        indices: Sequence[int],
-        gradients: Sequence[Gradient],
-        factor: tf.Tensor,
-    ) -> list[tf.Tensor]:
-        """The sums of the replica together with its last micro-batch.
+    def read(self, indices: Sequence[int]) -> list[tf.Tensor]:
+        """The sums of the replica.
 
         Args:
             indices: Which variables to return the sum of.
-            gradients: Gradients of the last micro-batch, one per variable.
-            factor: What its gradients are multiplied by, scalar.
 
         Returns:
             For each index a tensor of the variable's shape and buffer's dtype.
         """
-        numerators = []
-        for index in indices:
-            total, gradient = self.sums[index], gradients[index]
-            if gradient is None:
-                numerator = total.value
-            elif is_overwritten(self.variables[index]):
-                numerator = tf.maximum(
-                    total.value, tf.cast(gradient, total.dtype)
-                )
-            elif isinstance(gradient, tf.IndexedSlices):
-                # The buffer is zeroed right after: it may hold the last
-                # micro-batch too, and no dense copy of it is made.
-                self._scatter(total, gradient, factor)
-                numerator = total.value
-            else:
-                numerator = total.value + self.weighted(gradient, factor, total)
-            numerators.append(tf.convert_to_tensor(numerator))
-        return numerators
+        return [
+            tf.convert_to_tensor(self.sums[index].value) for index in indices
+        ]
 
     def means(
         self,
@@ -162,15 +144,17 @@ class Accumulator:
             numerators: Of all replicas, one per index.
             total_weight: Sum of the weights of all replicas, scalar.
         """
-        if self.is_sum:
-            total_weight = tf.ones_like(total_weight)
-        return [
-            # Keras takes the mean of what the replicas would overwrite with.
-            numerator / self.replicas.count
-            if is_overwritten(self.variables[index])
-            else numerator / tf.cast(total_weight, numerator.dtype)
-            for index, numerator in zip(indices, numerators, strict=True)
-        ]
+        dtypes = {numerator.dtype for numerator in numerators}
+        divisors = {dtype: tf.cast(total_weight, dtype) for dtype in dtypes}
+        means = []
+        for index, numerator in zip(indices, numerators, strict=True):
+            if is_overwritten(self.variables[index]):
+                # Keras takes the mean of what the replicas overwrite with.
+                numerator = numerator / self.replicas.count
+            elif not self.is_sum:
+                numerator = numerator / divisors[numerator.dtype]
+            means.append(numerator)
+        return means
 
     def has_gradient(self, indices: Sequence[int]) -> tf.Tensor:
         """For each index True when the cycle holds a gradient of the variable.

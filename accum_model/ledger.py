@@ -88,10 +88,10 @@ class RowLedger:
         self.noise.add(sums)
 
     def add(self, num_rows: tf.Tensor) -> None:
-        """Counts the rows of a micro-batch that does not end its cycle."""
+        """Counts the rows of a micro-batch."""
         self.num_pending.value.assign_add(tf.cast(num_rows, "int64"))
 
-    def pending(self, num_rows: tf.Tensor | int = 0) -> tf.Tensor:
+    def pending(self, num_rows: tf.Tensor | int) -> tf.Tensor:
         """Rows of the replica's cycle with `num_rows` more."""
         return self.num_pending.value + tf.cast(num_rows, "int64")
 

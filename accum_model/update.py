@@ -107,11 +107,10 @@ class Updater:
             self._flush(cycle)
 
     def _flush(self, cycle):
-        nothing = [None] * len(cycle.variables)
-        zero = tf.zeros((), cycle.weight_dtype)
-        rows = tf.zeros((), "int64")
-        finish = functools.partial(self._finish, cycle, is_flush=True)
-        self._replicas.together(finish, nothing, zero, zero, rows)
+        everything = list(range(len(cycle.variables)))
+        self._replicas.together(
+            functools.partial(self._finish, cycle, everything, has_rows=True)
+        )
 
     def _compiled_flush(self, cycle):
         """As a graph, because replicas are slow without; traced once."""
@@ -139,62 +138,74 @@ class Updater:
         if skips and scaling is not None:
             (has_bad,) = replicas.total([num_bad])
             nonfinite.lower_loss_scale(scaling, replicas.first(has_bad) > 0)
-        is_last = cycle.ends_cycle()
-        if self._knows_weight_ahead:
-            # A cycle without weight has nothing to apply and starts over.
-            has_weight = cycle.weight_sum.value + weight > 0
-            is_last = tf.logical_and(is_last, has_weight)
 
         def add(grads, weight, factor, num_rows):
             cycle.accumulate(grads, weight, factor)
             if self.ledger is not None and num_rows is not None:
                 self.ledger.add(num_rows)
 
-        def collect():
-            replicas.on_each(add, grads, weight, factor, num_rows)
-            cycle.count()
-            if self._knows_weight_ahead:
+        # Always, not only where the cycle goes on: gradients are then freed
+        # one by one, and the condition below encloses none of them.
+        replicas.on_each(add, grads, weight, factor, num_rows)
+        cycle.count()
+        is_last = cycle.is_over()
+        if self._knows_weight:
+            # A cycle without weight has nothing to apply and starts over.
+            is_last = tf.logical_and(is_last, cycle.weight_sum.value > 0)
+
+        def go_on():
+            if self._knows_weight:
+                cycle.start_over()
                 self._moments.keep_if(cycle.position.value > 0)
 
+        absent = [j for j, gradient in enumerate(grads) if gradient is None]
         tf.cond(
             is_last,
-            lambda: self._finish(cycle, grads, weight, factor, num_rows),
-            collect,
+            lambda: self._finish(
+                cycle, absent, num_rows is not None, self._knows_weight
+            ),
+            go_on,
         )
 
     @property
-    def _knows_weight_ahead(self):
+    def _knows_weight(self):
         """True where no exchange is needed, and no second condition."""
         return self.guard is None and not self._replicas.are_several
 
-    def _finish(self, cycle, grads, weight, factor, num_rows, is_flush=False):
-        """Updates with a cycle and a last micro-batch, and empties it."""
+    def _finish(self, cycle, absent, has_rows, has_weight=False):
+        """Updates with a cycle, and empties it.
+
+        Args:
+            cycle: The cycle.
+            absent: Places of variables that may have no gradient in it.
+            has_rows: True when its rows were counted.
+            has_weight: True when nothing can keep it from being applied.
+        """
         replicas, guard, scaling = self._replicas, self.guard, self._scaling
         ledger = self.ledger
-        absent = [j for j, gradient in enumerate(grads) if gradient is None]
 
-        def count(weight, num_rows):
-            counts = {"weight": cycle.weight_sum.value + weight}
+        def count():
+            counts = {"weight": cycle.weight_sum.value}
             if guard is not None:
                 counts["num_bad"] = cycle.num_spoiled.value
-            if ledger is not None and num_rows is not None:
-                counts["num_rows"] = ledger.pending(num_rows)
+            if ledger is not None and has_rows:
+                counts["num_rows"] = ledger.num_pending.value
                 if ledger.noise is not None:
                     counts["noise"] = ledger.noise.pending.value
             if absent:
                 counts["num_with"] = cycle.has_gradient(absent)
             return counts
 
-        total = replicas.totals(replicas.on_each(count, weight, num_rows))
+        total = replicas.totals(replicas.on_each(count))
 
         def apply():
-            self._apply_mean(cycle, grads, factor, absent, total)
+            self._apply_mean(cycle, absent, total)
             self._moments.settle()
             if "num_rows" in total:
                 ledger.settle(total["num_rows"])
             if "noise" in total:
-                calls = cycle.position.value + (0 if is_flush else 1)
-                ledger.settle_noise(total["noise"], calls, cycle.is_sum)
+                num_calls = cycle.position.value
+                ledger.settle_noise(total["noise"], num_calls, cycle.is_sum)
 
         def discard():
             self._moments.discard()
@@ -209,7 +220,7 @@ class Updater:
             if ledger is not None:
                 ledger.forget()
 
-        if self._knows_weight_ahead and not is_flush:
+        if has_weight:
             apply()
         else:
             must_discard = tf.logical_not(total["weight"] > 0)
@@ -221,7 +232,7 @@ class Updater:
         replicas.on_each(empty)
         cycle.start(self._buffers.accum_steps.value)
 
-    def _apply_mean(self, cycle, grads, factor, absent, total):
+    def _apply_mean(self, cycle, absent, total):
         """Hands the mean of a cycle to the inner optimizer.
 
         A variable that no micro-batch of the cycle had a gradient for is left
@@ -234,12 +245,11 @@ class Updater:
             if not indices:
                 return
             replicas = self._replicas
-            numerators = replicas.on_each(
-                functools.partial(cycle.numerators, indices), grads, factor
-            )
             means, norm = replicas.on_each(
                 functools.partial(self._prepare, cycle, indices),
-                replicas.total(numerators),
+                replicas.total(
+                    replicas.on_each(functools.partial(cycle.read, indices))
+                ),
                 total["weight"],
             )
             if self.ledger is not None:
