@@ -96,6 +96,14 @@ class Replicas:
         """
         if not self.are_several:
             return list(values)
+        values = self.on_each(
+            # A variable that was only read names no device to exchange on.
+            lambda own: [
+                each if isinstance(each, tf.IndexedSlices) else tf.identity(each)
+                for each in own
+            ],
+            list(values),
+        )
         return self.strategy.extended.batch_reduce_to(
             tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
         )
