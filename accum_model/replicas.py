@@ -99,7 +99,9 @@ class Replicas:
         values = self.on_each(
             # A variable that was only read names no device to exchange on.
             lambda own: [
-                each if isinstance(each, tf.IndexedSlices) else tf.identity(each)
+                each
+                if isinstance(each, tf.IndexedSlices)
+                else tf.identity(each)
                 for each in own
             ],
             list(values),
