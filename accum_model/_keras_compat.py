@@ -187,7 +187,9 @@ def is_called_twice(callback: keras.callbacks.Callback) -> bool:
 
 def _callback_lists(callback):
     """The lists with `callback` among the callers, innermost first."""
-    frame = inspect.currentframe()
+    # Not the frame of this generator: Python 3.12 and older would make it a
+    # part of its own locals, and keep the lists until garbage is collected.
+    frame = inspect.currentframe().f_back
     try:
         while frame is not None:
             owner = frame.f_locals.get("self")

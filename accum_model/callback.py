@@ -117,6 +117,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         self._given_cutting = self.cutting if self.cutting.cuts else None
         self._remainder_is_given = remainder is not None
         self._attachment: attachment.Attachment | None = None
+        self._end_of_list: Callable[[], Any] | None = None
 
     def set_model(self, model: keras.Model) -> None:
         """Checks the model and takes the first place in the list."""
@@ -131,6 +132,8 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             checks.options_in_one_place(
                 "AccumCallback", type(optimizer).__name__, self._options
             )
+        if self._end_of_list is not None:
+            self._end_of_list()
         super().set_model(model)
         callback_list = _keras_compat.calling_callback_list(self)
         if callback_list is not None:
@@ -141,7 +144,9 @@ class AccumCallback(epoch_boundary.EpochBoundary):
             callback_list.callbacks.remove(self)
             callback_list.callbacks.insert(0, self)
             if not isinstance(model, AccumModel):
-                guard.watch_callbacks(callback_list, self.abandon_fit)
+                self._end_of_list = guard.watch_callbacks(
+                    callback_list, self.abandon_fit
+                )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Puts accumulation on the model."""

@@ -19,12 +19,17 @@ _END_OF_DATA = (StopIteration, tf.errors.OutOfRangeError)
 def watch_callbacks(
     callback_list: keras.callbacks.CallbackList,
     on_failure: Callable[[], None],
-) -> None:
+) -> weakref.finalize:
     """Calls `on_failure` when a hook raises or the list is given up.
 
     Args:
         callback_list: The list that a `fit` is using.
         on_failure: Called before the exception goes on; may be called again.
+
+    Returns:
+        What waits for the end of the list. Call it once the list no longer
+        counts: Python may free the frames of a `fit`, and the list with them,
+        as late as in the middle of another one.
     """
     # The list must not hold itself, or it would outlive a failed `fit`.
     reference = weakref.ref(callback_list)
@@ -36,7 +41,9 @@ def watch_callbacks(
     for name in dir(callback_list):
         if name.startswith("on_"):
             setattr(callback_list, name, functools.partial(call, name))
-    weakref.finalize(callback_list, on_failure).atexit = False
+    end_of_list = weakref.finalize(callback_list, on_failure)
+    end_of_list.atexit = False
+    return end_of_list
 
 
 def guarded(

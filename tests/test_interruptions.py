@@ -4,6 +4,8 @@ What becomes of the partial cycle is what `remainder` says: only `"carry"` goes
 on with it in the next `fit`.
 """
 
+import gc
+
 import helpers
 import keras
 import numpy as np
@@ -59,6 +61,18 @@ class After(keras.callbacks.Callback):
         if batch == self.batch and self.action is not None:
             action, self.action = self.action, None
             action(self.model)
+
+
+class Holder(keras.callbacks.Callback):
+    """Keeps the list it is in alive, as a held traceback of `fit` would."""
+
+    def on_train_begin(self, logs=None):
+        self.held = [
+            each
+            for each in gc.get_objects()
+            if isinstance(each, keras.callbacks.CallbackList)
+            and self in each.callbacks
+        ]
 
 
 def raising(error):
@@ -221,3 +235,24 @@ def test_two_fits_in_a_row_start_clean(way):
     cycles = [(0, 6), (6, 12), (12, 16)]
     helpers.assert_close(model, large(cycles * 2))
     assert np.isfinite(model.evaluate(X, Y, verbose=0))
+
+
+@pytest.mark.parametrize("cause", [None, "callback"])
+def test_end_of_a_former_list_of_callbacks_leaves_the_next_fit_alone(cause):
+    """Python may free the frames of a `fit` long after it, in the next one."""
+    model, callbacks = start("callback")
+    holder = Holder()
+    if cause is None:
+        fit(model, [*callbacks, holder])
+        cycles = [(0, 6), (6, 12), (12, 16)]
+    else:
+        interrupt(cause, model, [*callbacks, holder])
+        cycles = [(0, 6)]
+    assert len(holder.held) == 1
+
+    def free(model):
+        holder.held.clear()
+        gc.collect()
+
+    fit(model, [After(3, free), *callbacks])
+    helpers.assert_close(model, large(cycles + [(0, 6), (6, 12), (12, 16)]))

@@ -4,6 +4,9 @@ One test per function of `_keras_compat`, so that a new Keras that breaks the
 package says where.
 """
 
+import gc
+import weakref
+
 import helpers
 import keras
 import numpy as np
@@ -72,6 +75,26 @@ def test_calling_callback_list_is_found():
     callbacks = keras.callbacks.CallbackList([look], model=model)
     look.set_model(model)
     assert found == [callbacks, None]
+
+
+def test_looking_for_the_callback_list_keeps_none_alive():
+    class Look(keras.callbacks.Callback):
+        def set_model(self, model):
+            super().set_model(model)
+            _keras_compat.calling_callback_list(self)
+            _keras_compat.is_called_twice(self)
+
+    # Without the collector, what stands in a cycle with itself would stay.
+    gc.disable()
+    try:
+        callbacks = keras.callbacks.CallbackList(
+            [Look()], model=helpers.functional()
+        )
+        reference = weakref.ref(callbacks)
+        del callbacks
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_has_all_variables():
