@@ -16,8 +16,10 @@ from accum_model import batch_size
 from accum_model import checks
 from accum_model import epoch_boundary
 from accum_model import guard
+from accum_model import model_checks
 from accum_model import nesting
 from accum_model import noise_report
+from accum_model import optimizer_checks
 from accum_model import schedule
 from accum_model.cut import cut_checks
 from accum_model.cut.cutting import Cutting
@@ -121,15 +123,15 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     def set_model(self, model: keras.Model) -> None:
         """Checks the model and takes the first place in the list."""
-        checks.not_in_use(_keras_compat.is_called_twice(self), self)
-        checks.keras_model("model", model)
-        checks.compiled(model)
-        checks.scales_once("optimizer", model.optimizer)
+        model_checks.not_in_use(_keras_compat.is_called_twice(self), self)
+        model_checks.keras_model("model", model)
+        model_checks.compiled(model)
+        optimizer_checks.scales_once("optimizer", model.optimizer)
         self._check_accum_steps(model)
         self._check_cutting(model)
         optimizer = nesting.find_in(model)
         if optimizer is not None:
-            checks.options_in_one_place(
+            model_checks.options_in_one_place(
                 "AccumCallback", type(optimizer).__name__, self._options
             )
         if self._end_of_list is not None:
@@ -137,7 +139,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         super().set_model(model)
         callback_list = _keras_compat.calling_callback_list(self)
         if callback_list is not None:
-            checks.only_one(
+            model_checks.only_one(
                 callback_list.callbacks, epoch_boundary.EpochBoundary
             )
             # First, to end the cycle of an epoch before the others look.
@@ -271,7 +273,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
 
     def _check_accum_steps(self, model):
         if nesting.find_in(model) is None:
-            checks.accumulates_once("optimizer", model.optimizer)
+            optimizer_checks.accumulates_once("optimizer", model.optimizer)
         if self.accum_steps is None:
             return
         values = [self.accum_steps]
@@ -288,7 +290,7 @@ class AccumCallback(epoch_boundary.EpochBoundary):
         else:
             return
         if other is not None and other not in values:
-            checks.same_accum_steps(
+            model_checks.same_accum_steps(
                 "AccumCallback", self.accum_steps, second, other
             )
 

@@ -12,8 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import optimizer_chain
-
 # Default of an `accum_steps` that may also be given elsewhere.
 NOT_GIVEN: Any = type("NotGiven", (), {"__repr__": lambda self: "1"})()
 
@@ -201,20 +199,6 @@ def micro_batch_weight(value: Any) -> tf.Tensor:
     return tensor
 
 
-def options_in_one_place(first: str, second: str, options: dict) -> None:
-    """Refuses options for an optimizer that has its own."""
-    given = {
-        name: value for name, value in options.items() if value is not None
-    }
-    if given:
-        listed = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ValueError(
-            f"Options of {first} must not be given when {second} is there: "
-            f"{', '.join(f'`{name}`' for name in given)}. Received: {listed} "
-            f"({first}). Pass them to {second}."
-        )
-
-
 def positive_number(name: str, value: Any) -> float:
     """Returns `value` as a float; raises unless it is a finite number > 0."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -247,89 +231,6 @@ def noise_scale(value: Any) -> bool:
     return value
 
 
-def optimizer(name: str, value: Any) -> keras.optimizers.Optimizer:
-    """Returns `value` as a Keras optimizer, made from a name or a config.
-
-    Raises:
-        TypeError: If `value` is no optimizer, name or config.
-        ValueError: If the name or the config is not known, or if the
-            optimizer accumulates gradients by itself.
-    """
-    if isinstance(value, (str, Mapping)):
-        try:
-            value = keras.optimizers.get(value)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"`{name}` must name a Keras optimizer or hold the config of "
-                f"one. {received(name, value)} Pass an instance, such as "
-                "keras.optimizers.Adam(1e-3)."
-            ) from error
-    if not isinstance(value, keras.optimizers.Optimizer):
-        way_out = "Pass a name, a config or an instance of a Keras optimizer."
-        if comes_from_tf_keras(value):
-            way_out = (
-                "It is an optimizer of tf_keras (Keras 2). Take the one of the "
-                "same name in keras.optimizers (Keras 3)."
-            )
-        raise TypeError(
-            f"`{name}` must be a Keras optimizer. {received(name, value)} "
-            f"{way_out}"
-        )
-    return value
-
-
-def accumulates_once(name: str, value: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that accumulates by Keras's own option too."""
-    for each in optimizer_chain.chain(value):
-        steps = each.gradient_accumulation_steps
-        if steps:
-            raise ValueError(
-                f"`{name}` must not accumulate gradients itself. Received: "
-                f"gradient_accumulation_steps={steps!r} in an optimizer of "
-                f"type {type(each).__name__}. Leave "
-                "`gradient_accumulation_steps` out and pass "
-                f"accum_steps={steps!r} instead."
-            )
-
-
-def scales_once(name: str, value: keras.optimizers.Optimizer | None) -> None:
-    """Refuses two loss scales, of which the second divides for nothing."""
-    num_scaling = sum(
-        isinstance(each, keras.optimizers.LossScaleOptimizer)
-        for each in optimizer_chain.chain(value)
-    )
-    if num_scaling > 1:
-        raise ValueError(
-            f"`{name}` must scale the loss once. Received: {num_scaling} "
-            f"LossScaleOptimizers in an optimizer of type "
-            f"{type(value).__name__}; Keras adds one under a mixed_float16 "
-            "policy. Leave yours out, or pass auto_scale_loss=False to "
-            "model.compile."
-        )
-
-
-def not_nested(name: str, value: keras.optimizers.Optimizer, cls: type) -> None:
-    """Refuses an accumulating optimizer inside another one."""
-    found = optimizer_chain.find(value, cls)
-    if found is not None:
-        raise ValueError(
-            f"`{name}` must not be, or hold, an {type(found).__name__}, "
-            "because cycles do not nest. Received: "
-            f"{name} with accum_steps={found.accum_steps!r} inside. Pass "
-            "its inner_optimizer and the product of both accum_steps."
-        )
-
-
-def same_number(grads: list, variables: list) -> None:
-    """Raises unless there is one gradient per variable."""
-    if len(grads) != len(variables):
-        raise ValueError(
-            "`grads` must hold one item per variable. Received: "
-            f"len(grads)={len(grads)} and {len(variables)} variables. Pass "
-            "None for a variable without a gradient."
-        )
-
-
 def weight(value: Any, dtype: str) -> tf.Tensor:
     """Returns a micro-batch's weight as a scalar tensor of `dtype`."""
     if isinstance(value, (bool, str, bytes)):
@@ -351,89 +252,6 @@ def weight(value: Any, dtype: str) -> tf.Tensor:
             "Pass the number of rows of the micro-batch."
         )
     return tensor
-
-
-def strategy(strategy: tf.distribute.Strategy) -> tf.distribute.Strategy:
-    """Returns `strategy`; raises for those whose replicas keep no copies."""
-    refused = (
-        tf.distribute.ParameterServerStrategy,
-        tf.distribute.experimental.CentralStorageStrategy,
-    )
-    if isinstance(strategy, refused):
-        raise ValueError(
-            "`strategy` must give each replica a copy of the variables, which "
-            "all of them update together. Received: "
-            f"{type(strategy).__name__}. Use tf.distribute.MirroredStrategy "
-            "on one machine, or tf.distribute.MultiWorkerMirroredStrategy on "
-            "several."
-        )
-    return strategy
-
-
-def keras_model(name: str, value: Any) -> keras.Model:
-    """Returns `value`; raises unless it is a model of Keras 3."""
-    if isinstance(value, keras.Model):
-        return value
-    way_out = "Pass an instance of keras.Model."
-    if comes_from_tf_keras(value):
-        way_out = (
-            "It is a model of tf_keras (Keras 2). Build it with keras (Keras "
-            "3) instead; unset TF_USE_LEGACY_KERAS if tf.keras is used."
-        )
-    raise TypeError(
-        f"`{name}` must be a Keras 3 model. {received(name, value)} {way_out}"
-    )
-
-
-def not_wrapped(value: keras.Model, cls: type) -> None:
-    """Refuses to wrap a model that accumulates already."""
-    if isinstance(value, cls):
-        raise ValueError(
-            f"`model` must not be an {cls.__name__} already. Received: "
-            f"model={value.name!r} with accum_steps={value.accum_steps!r}. "
-            "Set model.accum_steps instead."
-        )
-
-
-def only_one(callbacks: list, cls: type) -> None:
-    """Refuses two callbacks that would both end cycles."""
-    found = [item for item in callbacks if isinstance(item, cls)]
-    if len(found) > 1:
-        raise ValueError(
-            "The list of callbacks must hold one `AccumCallback` only. "
-            f"Received: {len(found)} of them. Leave one out."
-        )
-
-
-def not_in_use(is_in_use: bool, callback: keras.callbacks.Callback) -> None:
-    """Refuses a callback that an outer `fit` is using."""
-    if is_in_use:
-        name = type(callback).__name__
-        raise RuntimeError(
-            f"`{name}` must serve one fit at a time. Received: the same object "
-            "inside a fit that has not ended. Pass another one, such as "
-            f"{name}()."
-        )
-
-
-def compiled(model: keras.Model) -> None:
-    """Raises unless `model` was compiled with an optimizer."""
-    if not model.compiled or model.optimizer is None:
-        raise ValueError(
-            "`AccumCallback` needs a model that is compiled with an optimizer. "
-            f"Received: model={model.name!r} (of type {type(model).__name__}), "
-            "not compiled. Call model.compile(optimizer, loss) first."
-        )
-
-
-def same_accum_steps(first: str, one: int, second: str, other: int) -> None:
-    """Raises if `accum_steps` was given twice with different values."""
-    if one != other:
-        raise ValueError(
-            "`accum_steps` must be the same wherever it is given. Received: "
-            f"accum_steps={one!r} ({first}) and accum_steps={other!r} "
-            f"({second}). Leave it out in one of the two places."
-        )
 
 
 def comes_from_tf_keras(value: Any) -> bool:

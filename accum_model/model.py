@@ -20,8 +20,10 @@ from accum_model import compiling
 from accum_model import distributed_step
 from accum_model import epoch_boundary
 from accum_model import loading
+from accum_model import model_checks
 from accum_model import nesting
 from accum_model import optimizer_chain
+from accum_model import optimizer_checks
 from accum_model import train_step
 from accum_model import variant
 from accum_model.cut import cut_checks
@@ -161,7 +163,7 @@ class AccumModel(keras.Model):
             >>> print(model.accum_steps, model.loss)
             4 mse
         """
-        model = checks.keras_model("model", model)
+        model = model_checks.keras_model("model", model)
         settings = Settings(
             accum_steps,
             remainder,
@@ -171,7 +173,7 @@ class AccumModel(keras.Model):
             micro_batch_size,
             loss_scope,
         )
-        checks.not_wrapped(model, AccumModel)
+        model_checks.not_wrapped(model, AccumModel)
         cut_checks.no_own_train_step(model, micro_batch_size)
         if model.compiled:
             settings.check_optimizer(model.optimizer)
@@ -288,9 +290,9 @@ class AccumModel(keras.Model):
         """
         call_checks.no_settings("compile", kwargs)
         if optimizer is not None:
-            optimizer = checks.optimizer("optimizer", optimizer)
+            optimizer = optimizer_checks.optimizer("optimizer", optimizer)
             self._accum_settings.check_optimizer(optimizer)
-        checks.strategy(self.distribute_strategy)
+        model_checks.strategy(self.distribute_strategy)
         is_outermost = isinstance(optimizer, AccumOptimizer)
         plain = optimizer.inner_optimizer if is_outermost else optimizer
         # Keras puts the plain one into a LossScaleOptimizer if the precision

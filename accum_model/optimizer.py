@@ -23,6 +23,7 @@ from accum_model import checks
 from accum_model import inner_update
 from accum_model import ledger
 from accum_model import micro_batch
+from accum_model import optimizer_checks
 from accum_model import optimizer_state
 from accum_model import single_update
 from accum_model.accumulator import Gradient
@@ -127,7 +128,7 @@ class AccumOptimizer(optimizer_state.OptimizerState):
             )
         else:
             trainable_variables = self._trainable_variables
-        checks.same_number(grads, trainable_variables)
+        optimizer_checks.same_number(grads, trainable_variables)
         call_checks.same_shapes(grads, trainable_variables)
         if not self.inner_optimizer.built:
             with tf.init_scope():

@@ -19,6 +19,7 @@ from accum_model import inner_update
 from accum_model import ledger
 from accum_model import nonfinite as nonfinite_module
 from accum_model import optimizer_chain
+from accum_model import optimizer_checks
 from accum_model import pooled_moments
 from accum_model import update
 from accum_model.cycle_state import CycleState
@@ -40,13 +41,17 @@ class OptimizerState(keras.optimizers.Optimizer):
         **others: Any,
     ) -> None:
         call_checks.optimizer_keywords(others)
-        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
+        inner_optimizer = optimizer_checks.optimizer(
+            "inner_optimizer", inner_optimizer
+        )
         accum_steps = checks.accum_steps(accum_steps)
         nonfinite = checks.nonfinite(nonfinite)
         accum_dtype = checks.accum_dtype(accum_dtype)
         gradient_transform = checks.gradient_transform(gradient_transform)
-        checks.not_nested("inner_optimizer", inner_optimizer, OptimizerState)
-        checks.accumulates_once("inner_optimizer", inner_optimizer)
+        optimizer_checks.not_nested(
+            "inner_optimizer", inner_optimizer, OptimizerState
+        )
+        optimizer_checks.accumulates_once("inner_optimizer", inner_optimizer)
         # A callable makes no variable; the rate is the inner optimizer's.
         super().__init__(
             learning_rate=lambda: self.inner_optimizer.learning_rate, name=name

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import checks
+from accum_model import model_checks
 
 # A value that is one tensor on one replica; several, held together, on more.
 Value = Any
@@ -39,7 +39,7 @@ class Replicas:
     """
 
     def __init__(self, strategy: tf.distribute.Strategy) -> None:
-        self.strategy = checks.strategy(strategy)
+        self.strategy = model_checks.strategy(strategy)
         self.count: int = strategy.num_replicas_in_sync
 
     @classmethod

@@ -5,7 +5,9 @@ from typing import Any
 import keras
 
 from accum_model import checks
+from accum_model import model_checks
 from accum_model import nesting
+from accum_model import optimizer_checks
 from accum_model.cut import cut_checks
 from accum_model.cut.cutting import Cutting
 
@@ -73,22 +75,22 @@ class Settings:
 
     def check_optimizer(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Raises if `optimizer` contradicts the settings."""
-        checks.scales_once("optimizer", optimizer)
+        optimizer_checks.scales_once("optimizer", optimizer)
         inner = nesting.find(optimizer)
         steps = max(self.accum_steps, getattr(inner, "accum_steps", 1))
         cut_checks.updates_every_step(optimizer, steps)
         if inner is None:
             if self.accum_steps > 1:
-                checks.accumulates_once("optimizer", optimizer)
+                optimizer_checks.accumulates_once("optimizer", optimizer)
             return
         if self.accum_steps > 1 and inner.accum_steps > 1:
-            checks.same_accum_steps(
+            model_checks.same_accum_steps(
                 "AccumModel",
                 self.accum_steps,
                 type(inner).__name__,
                 inner.accum_steps,
             )
-        checks.options_in_one_place(
+        model_checks.options_in_one_place(
             "AccumModel", type(inner).__name__, self.options
         )
 

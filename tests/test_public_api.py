@@ -77,6 +77,8 @@ def test_imports_go_only_downward():
         "freezing",
         "optimizer_chain",
         "checks",
+        "optimizer_checks",
+        "model_checks",
         "call_checks",
         "file_checks",
         "schedule",

@@ -17,8 +17,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import checks
 from accum_model import optimizer_chain
+from accum_model import optimizer_checks
 from accum_model.accumulator import Gradient
 from accum_model.optimizers import argument_checks
 from accum_model.optimizers import dense_gradients
@@ -143,7 +143,7 @@ class Lookahead(wrapper.Wrapper):
                 "trainable_variables=None. Pass the list, or call "
                 "optimizer.build(variables) first."
             )
-        checks.same_number(grads, variables)
+        optimizer_checks.same_number(grads, variables)
         if not self.holds_cycles():
             grads = dense_gradients.merged(grads, variables)
         if self._awaits_values:

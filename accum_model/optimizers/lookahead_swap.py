@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from accum_model import _keras_compat
-from accum_model import checks
 from accum_model import epoch_boundary
+from accum_model import model_checks
 from accum_model import optimizer_chain
 from accum_model.optimizers.lookahead import Lookahead
 
@@ -43,7 +43,7 @@ class LookaheadSwap(keras.callbacks.Callback):
 
     def set_model(self, model: keras.Model) -> None:
         """Checks the model; goes before callbacks that look at weights."""
-        checks.keras_model("model", model)
+        model_checks.keras_model("model", model)
         super().set_model(model)
         self._lookahead()
         callback_list = _keras_compat.calling_callback_list(self)

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import checks
+from accum_model import optimizer_checks
 from accum_model.accumulator import Gradient
 from accum_model.optimizers import dense_gradients
 
@@ -71,7 +71,7 @@ class UpdateRate(keras.optimizers.Optimizer):
             variables = self._trainable_variables
         variables = list(variables)
         if self.built or trainable_variables is not None:
-            checks.same_number(grads, variables)
+            optimizer_checks.same_number(grads, variables)
             grads = dense_gradients.merged(grads, variables)
         number = tf.cast(tf.convert_to_tensor(self.iterations), "float64") + 1
         # Past Keras, which would look into them for things to track.

@@ -12,8 +12,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from accum_model import checks
 from accum_model import optimizer_chain
+from accum_model import optimizer_checks
 from accum_model.accumulator import Gradient
 from accum_model.optimizer_state import OptimizerState
 from accum_model.optimizers import inner_options
@@ -43,7 +43,9 @@ class Wrapper(keras.optimizers.Optimizer):
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
-        inner_optimizer = checks.optimizer("inner_optimizer", inner_optimizer)
+        inner_optimizer = optimizer_checks.optimizer(
+            "inner_optimizer", inner_optimizer
+        )
         inner_options.give(inner_optimizer, kwargs)
         # A callable makes no variable; the rate is the inner optimizer's.
         super().__init__(
