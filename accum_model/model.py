@@ -62,8 +62,8 @@ class AccumModel(keras.Model):
             of the batch: one update, the same logs. Defaults to None.
         loss_scope: What one loss is taken over where batches are cut:
             `"micro_batch"`, right for losses that are sums over rows; or
-            `"batch"`, right for any loss, at a third more time. Defaults to
-            `"micro_batch"`.
+            `"batch"`, right for any loss, at the price of a second forward
+            pass. Defaults to `"micro_batch"`.
         **kwargs: As for `keras.Model`, such as `name`.
 
     Attributes:
