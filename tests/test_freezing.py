@@ -99,9 +99,13 @@ def test_without_a_new_compile_it_warns_and_does_as_keras(way, was_trainable):
         # It compiles the step anew, and so does plain Keras here.
         plain.make_train_function(force=True)
     if way == "callback" and not was_trainable:
-        with pytest.raises(ValueError, match="Unknown variable"):
+        # In a graph, Keras 3.8 fails where it words that error.
+        error = pytest.raises(
+            (ValueError, NotImplementedError),
+            match="nknown variable|must be among|numpy",
+        )
+        with error:
             fit(plain, data, batch_size=12)
-        error = pytest.raises(ValueError, match="nknown variable|must be among")
     else:
         fit(plain, data, batch_size=12)
         error = warnings.catch_warnings()
