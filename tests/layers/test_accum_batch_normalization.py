@@ -104,22 +104,26 @@ def test_cut_batches_move_statistics_once_per_update(options, mode):
     helpers.assert_close(statistics(model), expected)
 
 
-def test_variance_between_micro_batches_counts():
-    """https://github.com/giotto-ai/giotto-deep/issues/75
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_variance_between_micro_batches_counts(offset):
+    """The known counter-example: four micro-batches with different means.
 
-    Each micro-batch has a variance of about one, all of them together one of
-    about 126. The mean is so large that sums of squares would lose digits.
+    32 rows each, of NumPy's seed 0, around 0, 10, 20 and 30: together they have
+    a variance of 127.263, while each has one of 0.963 on average. At a mean of
+    a million, sums of squares would lose digits.
     """
-    x = np.random.default_rng(0).normal(size=(16, 1))
-    x += np.repeat([0.0, 10.0, 20.0, 30.0], 4)[:, None] + 1e6
+    normal = np.random.RandomState(0).normal(size=(4, 32))
+    micro_batches = normal + 10.0 * np.arange(4)[:, None]
+    assert round(micro_batches.var(1).mean(), 3) == 0.963
+    x = micro_batches.reshape(128, 1) + offset
     model = net(shape=(1,), momentum=0.0)
-    fit(model, (x, np.zeros((16, 2))), 4, accum_steps=4)
+    fit(model, (x, np.zeros((128, 2))), 32, accum_steps=4)
     _, variance = statistics(model)
-    assert variance > 100
+    assert round(float(variance[0]), 3) == 127.263
     np.testing.assert_allclose(variance, x.var(0), rtol=1e-10)
     model = net(keras.layers.BatchNormalization, (1,), momentum=0.0)
     with pytest.warns(UserWarning, match="With AccumBatchNormalization"):
-        fit(model, (x, np.zeros((16, 2))), 4, accum_steps=4)
+        fit(model, (x, np.zeros((128, 2))), 32, accum_steps=4)
     assert statistics(model)[1] < 3
 
 
