@@ -263,11 +263,7 @@ def test_penalties_equal_large_batch(kind, reduction):
     that is exact where batches are of one size.
     """
     if kind == "activity":
-        keras_averages = "Normalize by batch size"
-        import inspect
-
-        if keras_averages not in inspect.getsource(keras.Layer.__call__):
-            pytest.skip("this Keras sums activity penalties over the rows")
+        helpers.skip_if_activity_penalties_are_sums()
     num_rows = 24 if reduction == "sum" and kind != "weights" else 22
     data = (*helpers.rows(num_rows), np.linspace(1.0, 1.0, num_rows))
     loss = lambda: keras.losses.MeanSquaredError(reduction=reduction)

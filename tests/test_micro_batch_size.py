@@ -475,16 +475,6 @@ def penalised(kind):
     )
 
 
-def skip_if_activity_penalties_are_sums():
-    """Old Keras does not divide them by the rows."""
-    layer = keras.layers.Dense(1, activity_regularizer="l2")
-    layer(np.ones((1, 1)))
-    (one,) = layer.losses
-    layer(np.ones((2, 1)))
-    if float(layer.losses[0]) != float(one):
-        pytest.skip("this Keras sums activity penalties over the rows")
-
-
 @pytest.mark.parametrize(
     "kind, reduction",
     [
@@ -498,7 +488,7 @@ def skip_if_activity_penalties_are_sums():
 )
 def test_penalties_equal_the_uncut_batch(kind, reduction):
     if kind == "activity":
-        skip_if_activity_penalties_are_sums()
+        helpers.skip_if_activity_penalties_are_sums()
     data = (*helpers.rows(17), np.linspace(0.0, 2.0, 17))
     ours = AccumModel.wrap(penalised(kind), micro_batch_size=4)
     plain = penalised(kind)

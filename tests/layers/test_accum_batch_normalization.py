@@ -106,11 +106,12 @@ def test_cut_batches_move_statistics_once_per_update(options, mode):
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_variance_between_micro_batches_counts(offset):
-    """The known counter-example: four micro-batches with different means.
+    """https://github.com/giotto-ai/giotto-deep/issues/75
 
-    32 rows each, of NumPy's seed 0, around 0, 10, 20 and 30: together they have
-    a variance of 127.263, while each has one of 0.963 on average. At a mean of
-    a million, sums of squares would lose digits.
+    The known counter-example: four micro-batches with different means, 32 rows
+    each, of NumPy's seed 0, around 0, 10, 20 and 30: together they have a
+    variance of 127.263, while each has one of 0.963 on average. At a mean of a
+    million, sums of squares would lose digits.
     """
     normal = np.random.RandomState(0).normal(size=(4, 32))
     micro_batches = normal + 10.0 * np.arange(4)[:, None]
