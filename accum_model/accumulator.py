@@ -88,6 +88,9 @@ class Accumulator:
             factor: What its gradients are multiplied by, scalar: the weight,
                 with the loss scale taken out.
         """
+        dtypes = {total.dtype for total in self.sums}
+        factors = {dtype: tf.cast(factor, dtype) for dtype in dtypes}
+        opposites = {dtype: -factors[dtype] for dtype in dtypes}
         for variable, total, gradient in zip(
             self.variables, self.sums, gradients, strict=True
         ):
@@ -98,9 +101,18 @@ class Accumulator:
                     tf.maximum(total.value, tf.cast(gradient, total.dtype))
                 )
             elif isinstance(gradient, tf.IndexedSlices):
-                self._scatter(total, gradient, factor)
+                self._scatter(total, gradient, factors[total.dtype])
+            elif self.replicas.are_several or total.dtype == "bfloat16":
+                product = self._weighted(gradient, factors[total.dtype], total)
+                total.value.assign_add(product, read_value=False)
             else:
-                total.value.assign_add(self.weighted(gradient, factor, total))
+                # total -= -factor * gradient, in one pass: no product takes
+                # memory. On GPUs it does not exist for bfloat16.
+                tf.raw_ops.ResourceApplyGradientDescent(
+                    var=total.value.handle,
+                    alpha=opposites[total.dtype],
+                    delta=tf.cast(gradient, total.dtype),
+                )
         self._note_missing(gradients, weight)
         self.weight_sum.value.assign_add(weight)
 
@@ -171,11 +183,19 @@ class Accumulator:
 
     def empty(self) -> None:
         """Empties the replica's sums."""
-        for total in self.sums:
-            total.value.assign(tf.zeros(total.shape, total.dtype))
-        for total in (self._missing_weight, self._num_spoiled):
-            if total is not None:
-                total.value.assign(tf.zeros(total.shape, total.dtype))
+        others = (self._missing_weight, self._num_spoiled)
+        totals = [*self.sums, *(each for each in others if each is not None)]
+        shapes = {
+            shape: tf.constant(list(shape), "int32", (len(shape),))
+            for shape in {total.shape for total in totals}
+        }
+        for total in totals:
+            # Zeros of its own: TensorFlow would have equal ones share memory,
+            # and copy them when the next micro-batch is added.
+            zeros = tf.raw_ops.Empty(
+                shape=shapes[total.shape], dtype=total.dtype, init=True
+            )
+            total.value.assign(zeros, read_value=False)
         self.weight_sum.value.assign(tf.zeros((), self.weight_dtype))
 
     def start(self, accum_steps: tf.Tensor | int) -> None:
@@ -247,10 +267,9 @@ class Accumulator:
         with self.replicas.local_variables():
             return self._add_variable(shape, dtype=self.weight_dtype, name=name)
 
-    def weighted(self, gradient, factor, total):
+    def _weighted(self, gradient, factor, total):
         """A dense gradient of the replica, times `factor`."""
         gradient = tf.cast(gradient, total.dtype)
-        factor = tf.cast(factor, total.dtype)
         if self.replicas.are_several:
             # A replica without rows has no weight, and may have NaN.
             return tf.math.multiply_no_nan(gradient, factor)
@@ -261,7 +280,7 @@ class Accumulator:
         tf.raw_ops.ResourceScatterAdd(
             resource=total.value.handle,
             indices=gradient.indices,
-            updates=self.weighted(gradient.values, factor, total),
+            updates=self._weighted(gradient.values, factor, total),
         )
 
     def _note_missing(

@@ -1,5 +1,6 @@
 """Lookahead: the rule, nestings, slow weights, variance, published cases."""
 
+import gc
 import time
 
 import contract
@@ -383,10 +384,12 @@ def test_lookahead_has_one_conditional_per_step(make, num_variables):
 
 
 @pytest.mark.slow
-def test_lookahead_traces_in_less_than_twice_the_time():
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, keras.optimizers.SGD])
+def test_lookahead_traces_in_less_than_twice_the_time(make):
     """https://github.com/tensorflow/addons/issues/2735
 
-    Of a training step of a model with 300 variables, around Adam.
+    Of a training step of a model with 300 variables. No optimizer's own update
+    is shorter than that of SGD.
     """
 
     def trace_time(wrap):
@@ -395,7 +398,7 @@ def test_lookahead_traces_in_less_than_twice_the_time():
             hidden = keras.layers.Dense(2)(hidden)
         model = keras.Model(inputs, hidden)
         assert len(model.trainable_variables) == 300
-        optimizer = wrap(keras.optimizers.Adam())
+        optimizer = wrap(make())
         optimizer.build(model.trainable_variables)
         x = tf.ones((1, 2), "float64")
 
@@ -406,9 +409,14 @@ def test_lookahead_traces_in_less_than_twice_the_time():
             gradients = tape.gradient(loss, model.trainable_variables)
             optimizer.apply(gradients, model.trainable_variables)
 
-        start = time.process_time()
-        graph = step.get_concrete_function().graph
-        seconds = time.process_time() - start
+        gc.collect()
+        gc.disable()  # It would look through what earlier tests have left.
+        try:
+            start = time.process_time()
+            graph = step.get_concrete_function().graph
+            seconds = time.process_time() - start
+        finally:
+            gc.enable()
         return seconds, conditionals(graph)
 
     # The least of several, because other work only ever adds.
