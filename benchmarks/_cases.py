@@ -73,7 +73,9 @@ def _transformer():
         hidden = layers.LayerNormalization()(
             layers.Add()([hidden, attention(hidden, hidden)])
         )
-        wide = layers.Dense(4 * WIDTH, activation="relu")(hidden)
+        # Smooth: among millions of ReLUs rounding puts one on the other side
+        # of its kink, and columns then differ by more than rounding.
+        wide = layers.Dense(4 * WIDTH, activation="gelu")(hidden)
         hidden = layers.LayerNormalization()(
             layers.Add()([hidden, layers.Dense(WIDTH)(wide)])
         )

@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--num-ids", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", help="file to write all times to")
     options = parser.parse_args(arguments)
     rng = np.random.default_rng(0)
     data = (
@@ -78,6 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"table of {options.num_ids} x {options.width}, 16 ids per call")
     seconds = _timing.interleaved(calls, options.rounds)
     _timing.print_table(seconds, "plain Keras, an update each")
+    _timing.write_json(options.json, options, seconds)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the ratios of neighbours.
 
 import argparse
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -18,13 +17,15 @@ import tensorflow as tf
 
 from accum_model import AccumCallback
 from benchmarks import _cases
+from benchmarks import _columns
+from benchmarks import _same_weights
 from benchmarks import _timing
 
 
-def update(
+def trainer(
     case: _cases.Case, batch_size: int, rows: int, is_cut: bool, is_on: bool
-) -> Callable[[], object]:
-    """Returns what makes one update of a new model.
+) -> _columns.Trainer:
+    """Returns a new model and what makes one update of it.
 
     Args:
         case: The model and its data.
@@ -41,7 +42,7 @@ def update(
         rows_per_call, num_calls = batch_size, 1
     model = case.model()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(), loss)
+    model.compile(keras.optimizers.Adam(epsilon=1e-5), loss)
     callback = AccumCallback(**options, noise_scale=is_on, verbose=0)
     # As `fit` does, without its end.
     callbacks = keras.callbacks.CallbackList([callback], model=model)
@@ -55,23 +56,25 @@ def update(
         for _ in range(num_calls):
             model.train_function(iterator)
 
-    return make_update
+    return _columns.Trainer(model, make_update)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(_cases.CASES))
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--micro-batch-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=60)
-    options = parser.parse_args()
+    parser.add_argument("--json", help="file to write all times to")
+    options = parser.parse_args(arguments)
     _timing.print_versions()
     print(f"{'':32}{'off ms':>9}{'on ms':>9}{'ratio':>8}")
+    results = {}
     for name in options.models:
         for is_cut in (True, False):
-            calls = {
-                kind: update(
+            trainers = {
+                kind: trainer(
                     _cases.CASES[name],
                     options.batch_size,
                     options.micro_batch_size,
@@ -80,6 +83,13 @@ def main() -> None:
                 )
                 for kind, is_on in (("off", False), ("on", True))
             }
+            calls = {kind: each.update for kind, each in trainers.items()}
+            _timing.interleaved(calls, 0, warm_up=_same_weights.NUM_UPDATES)
+            _same_weights.check(
+                _cases.CASES[name],
+                {kind: each.model for kind, each in trainers.items()},
+                "off",
+            )
             seconds = _timing.interleaved(calls, options.rounds)
             off, on = (1e3 * statistics.median(s) for s in seconds.values())
             ratio = statistics.median(
@@ -88,6 +98,8 @@ def main() -> None:
             )
             title = f"{name}, {'cut' if is_cut else 'one batch each'}"
             print(f"{title:32}{off:9.2f}{on:9.2f}{ratio:8.3f}", flush=True)
+            results[title] = seconds
+    _timing.write_json(options.json, options, results)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import keras
 
 from benchmarks import _cases
 from benchmarks import _columns
+from benchmarks import _same_weights
 from benchmarks import _timing
 
 COLUMNS = (
@@ -55,11 +56,18 @@ def measured(
     settings = _columns.Settings(
         MICRO_BATCH_SIZE * num_micro_batches, MICRO_BATCH_SIZE
     )
-    calls = {
-        name: _columns.COLUMNS[name](case, settings).update for name in COLUMNS
+    trainers = {
+        name: _columns.COLUMNS[name](case, settings) for name in COLUMNS
     }
-    seconds = _timing.interleaved(calls, rounds, warm_up=2)
-    del calls
+    calls = {name: trainer.update for name, trainer in trainers.items()}
+    _timing.interleaved(calls, 0, warm_up=_same_weights.NUM_UPDATES)
+    _same_weights.check(
+        case,
+        {name: trainer.model for name, trainer in trainers.items()},
+        _columns.LIMIT,
+    )
+    seconds = _timing.interleaved(calls, rounds, warm_up=0)
+    del calls, trainers
     gc.collect()
     return seconds
 

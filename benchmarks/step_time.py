@@ -17,47 +17,14 @@ import statistics
 import time
 from collections.abc import Callable
 
-import numpy as np
-
 from benchmarks import _cases
 from benchmarks import _columns
+from benchmarks import _same_weights
 from benchmarks import _timing
 from benchmarks._columns import Settings
 from benchmarks._columns import Trainer
 
-# Distance that float32 may put between the weights of two columns in their
-# first updates, as a part of the way they have come. Adam enlarges the rounding
-# of small gradients, and later ones drift apart.
-CHECKED_UPDATES = 2
-MAX_DISTANCE = 1e-4
-
 FIRST_CALLS = (_columns.UNCUT, _columns.CUT, _columns.CUT_BATCH_LOSS)
-
-
-def check_same_weights(case: _cases.Case, trainers: dict[str, Trainer]) -> None:
-    """Refuses to go on if the columns have trained to different weights.
-
-    Raises:
-        RuntimeError: If so.
-    """
-    first = _flat(case.model())
-    last = {name: _flat(trainer.model) for name, trainer in trainers.items()}
-    reference = last[_columns.UNCUT]
-    length = np.linalg.norm(reference - first)
-    for name, weights in last.items():
-        distance = np.linalg.norm(weights - reference) / length
-        if name != _columns.SMALL and not distance < MAX_DISTANCE:
-            raise RuntimeError(
-                f"{name!r} has trained to other weights than "
-                f"{_columns.UNCUT!r}, off by {distance:.1e} of the way from "
-                "the initial ones."
-            )
-
-
-def _flat(model):
-    return np.concatenate(
-        [np.ravel(v.numpy()) for v in model.trainable_variables]
-    )
 
 
 def update_seconds(
@@ -72,9 +39,17 @@ def update_seconds(
     ]
     trainers = {name: _columns.COLUMNS[name](case, settings) for name in wanted}
     for trainer in trainers.values():
-        for _ in range(CHECKED_UPDATES):
+        for _ in range(_same_weights.NUM_UPDATES):
             trainer.update()
-    check_same_weights(case, trainers)
+    _same_weights.check(
+        case,
+        {
+            name: trainer.model
+            for name, trainer in trainers.items()
+            if name != _columns.SMALL  # It makes eight updates of each.
+        },
+        _columns.UNCUT,
+    )
     return _timing.interleaved(
         {name: trainer.update for name, trainer in trainers.items()}, rounds
     )

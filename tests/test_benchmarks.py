@@ -10,9 +10,11 @@ import tensorflow as tf
 
 from accum_model import AccumModel
 from benchmarks import _columns
+from benchmarks import _same_weights
 from benchmarks import _timing
 from benchmarks import embedding_step
 from benchmarks import gpu
+from benchmarks import noise_scale
 from benchmarks import peak_memory
 from benchmarks import scaling
 from benchmarks import step_time
@@ -45,18 +47,34 @@ def test_step_time_prints_columns_and_writes_json(tmp_path, capsys):
     assert written["options"]["batch_size"] == 4
 
 
-def test_step_time_refuses_columns_that_train_to_other_weights():
+def test_columns_that_train_to_other_weights_are_refused():
     case = step_time._cases.CASES["small MLP"]
-    plain, other = case.model(), case.model()
-    plain.trainable_variables[0].assign_add(
-        tf.ones(plain.trainable_variables[0].shape)
-    )
-    trainers = {
-        name: _columns.Trainer(model, lambda: None)
-        for name, model in ((_columns.UNCUT, plain), (_columns.CUT, other))
-    }
-    with pytest.raises(RuntimeError, match="other weights"):
-        step_time.check_same_weights(case, trainers)
+    plain, same, other = (case.model() for _ in range(3))
+    for model in (plain, same):
+        first = model.trainable_variables[0]
+        first.assign_add(tf.ones(first.shape))
+    _same_weights.check(case, {"plain": plain, "same": same}, "plain")
+    with pytest.raises(RuntimeError, match="'other' has trained to other wei"):
+        _same_weights.check(case, {"plain": plain, "other": other}, "plain")
+
+
+@pytest.mark.parametrize("benchmark", [step_time, scaling, noise_scale])
+def test_benchmarks_refuse_to_time_other_work(benchmark, monkeypatch):
+    class Refused(Exception):
+        pass
+
+    def refuse(*args):
+        raise Refused
+
+    monkeypatch.setattr(_same_weights, "check", refuse)
+    with pytest.raises(Refused):
+        benchmark.main(
+            {
+                step_time: [*TINY, "--columns", _columns.CUT],
+                scaling: ["--num-micro-batches", "1"],
+                noise_scale: TINY,
+            }[benchmark]
+        )
 
 
 def test_every_case_has_data_for_its_model():
@@ -147,9 +165,14 @@ def test_step_on_a_big_table_touches_the_rows_it_looks_up():
 
 
 @pytest.mark.slow
-def test_embedding_step_prints_every_column(capsys):
-    embedding_step.main(["--num-ids", "50", "--rounds", "2"])
-    assert "accum_model, nonfinite" in capsys.readouterr().out
+def test_embedding_step_prints_and_writes_every_column(capsys, tmp_path):
+    file = tmp_path / "times.json"
+    arguments = ["--num-ids", "50", "--rounds", "2", "--json", str(file)]
+    embedding_step.main(arguments)
+    printed = capsys.readouterr().out
+    written = json.loads(file.read_text())["results"]
+    assert "accum_model, nonfinite" in written
+    assert all(column in printed for column in written)
 
 
 def test_gpu_says_that_there_is_none(capsys):
